@@ -1,0 +1,1 @@
+"""One TOML per data set: splits, counts, classes, layout, source, licence."""

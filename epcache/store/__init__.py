@@ -1,0 +1,1 @@
+"""The token store: its specification, its writer and its reader."""

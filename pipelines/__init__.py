@@ -1,0 +1,1 @@
+"""One file per stage or study: library parts composed, no new logic."""
