@@ -16,11 +16,11 @@ from rich.table import Table
 
 if TYPE_CHECKING:
     from epcache.catalog import BackboneEntry
-    from epcache.datasets import DatasetInfo
     from epcache.extraction import Progress as ExtractProgress
+    from epcache.layouts.info import DatasetInfo
     from epcache.plan import ExtractPlan
     from epcache.store.verify import Verification
-    from epcache.weights import LoadReport
+    from epcache.weights.fit import LoadReport
 
 PLAIN_SECONDS = 5.0
 """Between two progress lines where there is no terminal."""
@@ -215,7 +215,7 @@ def load_lines(report: LoadReport) -> list[str]:
     lines = [
         f"{report.loaded} tensors loaded" + (f" from {report.found_at}" if report.found_at else "")
     ]
-    lines += [f"resized {change}" for change in report.resized]
+    lines += [f"fitted: {change}" for change in report.resized]
     for title, found in (("unused", report.unused), ("missing", report.missing)):
         by_reason: dict[str, list[str]] = {}
         for name, reason in found:

@@ -11,15 +11,15 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from epcache.architecture import Outline, layer_shapes, num_params, one_line, seeded
+from epcache.architectures.origin import Origin, find_origin
+from epcache.architectures.timm_models import Outline, layer_shapes, num_params, one_line, seeded
 from epcache.catalog import BackboneEntry, list_backbones, resolve_layers
-from epcache.checkpoint import existing
 from epcache.errors import ConfigError
-from epcache.norm import FinalNorm, final_norm_from, find_final_norm
-from epcache.origin import Origin, find_origin
+from epcache.norm import find_final_norm
 from epcache.selfcheck import SelfCheck, compare, not_applicable, nothing_to_compare
 from epcache.store.spec import LayerShape
-from epcache.weights import LoadReport, digest_weights, load_weights
+from epcache.weights.checkpoint import existing
+from epcache.weights.fit import LoadReport, digest_weights, load_weights
 
 __all__ = [
     "Backbone",
@@ -82,7 +82,7 @@ class Backbone:
         self._origin, self._model = origin, model
         self.layer_shapes = layer_shapes
         self.num_layers = len(self.layer_shapes)
-        self.final_norm, self._norm_place = self._find_norm()
+        self.final_norm = find_final_norm(model, layer_shapes[self.num_layers - 1].dim)
         default = "none" if self.final_norm is None else "final"
         self.norm_policy = origin.norm_policy or default
 
@@ -140,7 +140,7 @@ class Backbone:
         last = self.num_layers - 1
         tokens = self.tokens(images_BCHW, [last], precision)[last]
         reason = nothing_to_compare(self._model, self.final_norm)
-        if reason:
+        if reason or self.final_norm is None:
             return not_applicable(reason, precision)
         with torch.inference_mode(), self._autocast(precision):
             features = self._model.forward_features(self._normalised(images_BCHW))  # type: ignore[operator]
@@ -148,17 +148,10 @@ class Backbone:
             torch.cat([tokens.prefix, tokens.patch], dim=1),
             features,
             shape=self.layer_shapes[last],
-            norm=self.final_norm if self._norm_place == "norm" else None,
+            norm=self.final_norm,
             name=self.name,
             precision=precision,
         )
-
-    def _find_norm(self) -> tuple[FinalNorm | None, str]:
-        dim = self.layer_shapes[self.num_layers - 1].dim
-        own = final_norm_from(getattr(self._model, "final_norm", None))
-        if own is not None:
-            return own, "own"
-        return find_final_norm(self._model, dim) or (None, "")
 
     def _normalised(self, images_BCHW: Tensor) -> Tensor:
         expected = (3, self.image_size, self.image_size)

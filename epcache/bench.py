@@ -364,7 +364,8 @@ def peak_memory(path: Path, num_images: int) -> float:
     write_store(path, spec, FreeBackbone(2, 16), FreeLoader(), split, batch_size=16)
     shutil.rmtree(path)
     unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
+    peak: float = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
+    return peak
 
 
 def hardware() -> dict[str, str]:

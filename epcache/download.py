@@ -18,8 +18,8 @@ from typing import Any, Literal
 from urllib.parse import unquote, urlsplit
 
 from epcache import __version__
-from epcache.datasets import DatasetInfo, Download
 from epcache.errors import ConfigError, DataError, SpaceError
+from epcache.layouts.info import DatasetInfo, Download
 from epcache.unpack import unpack
 
 Progress = Callable[[str], None]

@@ -20,12 +20,12 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from epcache.datasets import DatasetInfo, Download, dataset_info, list_datasets
 from epcache.download import download_dataset
 from epcache.errors import DataError, EpcacheError
-from epcache.folders import SplitRows, name_some
-from epcache.layouts import eval_split, read_layout
-from epcache.locate import data_folder, find_root
+from epcache.layouts.folders import SplitRows, name_some
+from epcache.layouts.info import DatasetInfo, Download, dataset_info, list_datasets
+from epcache.layouts.locate import data_folder, find_root
+from epcache.layouts.readers import eval_split, read_layout
 
 __all__ = [
     "DatasetInfo",

@@ -16,8 +16,8 @@ from epcache.errors import ConfigError, WeightsError
 from epcache.store.files import write_durably
 
 KINDS = ("layernorm", "rmsnorm")
-PLACES = ("norm", "fc_norm", "head.norm")
-"""Where timm keeps the last norm: before pooling, after pooling, in a head that pools first."""
+PLACES = ("final_norm", "norm", "fc_norm", "head.norm")
+"""One's own attribute, then timm's: before pooling, after pooling, in a head that pools first."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -118,25 +118,23 @@ def with_sorted_header(data: bytes) -> bytes:
     return len(padded).to_bytes(8, "little") + padded + data[8 + length :]
 
 
-def find_final_norm(model: nn.Module, dim: int) -> tuple[FinalNorm, str] | None:
-    """The last norm of a timm model.
+def find_final_norm(model: nn.Module, dim: int) -> FinalNorm | None:
+    """The last norm of a backbone.
 
     Args:
-        model: A timm model.
+        model: A timm model, or a module of one's own with an attribute ``final_norm``.
         dim: Token width of its last layer.
 
     Returns:
-        The norm and its place in the model (one of ``PLACES``), or None where the model ends in
-        something else (batch norm, nothing).
+        A copy of the norm, or None where the model ends in something else (batch norm, nothing).
     """
     for place in PLACES:
-        try:
-            module = model.get_submodule(place)
-        except AttributeError:
-            continue
+        module: object = model
+        for part in place.split("."):
+            module = getattr(module, part, None)
         norm = final_norm_from(module)
         if norm is not None and norm.dim == dim:
-            return norm, place
+            return norm
     return None
 
 

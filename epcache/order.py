@@ -30,3 +30,75 @@ def shuffled(num_rows: int, *, seed: int, salt: str) -> NDArray[np.int64]:
 def store_order(num_rows: int, *, seed: int, split: str) -> NDArray[np.int64]:
     """The order in which a split's rows are stored, so that contiguous reads mix the classes."""
     return shuffled(num_rows, seed=seed, salt=f"store/{split}")
+
+
+def epoch_order(
+    num_rows: int, *, seed: int, epoch: int, block_rows: int, window_blocks: int
+) -> NDArray[np.int64]:
+    """The order of one epoch: blocks of neighbours in random order, mixed within a window.
+
+    A store's rows are class-mixed already, so reading whole blocks costs no randomness that
+    matters and keeps a disk reading forward. The order is the same whether the tokens lie in memory
+    or are streamed.
+
+    Args:
+        num_rows: How many.
+        seed: Of the data order.
+        epoch: From 0; every epoch has an order of its own.
+        block_rows: Neighbours that are read together.
+        window_blocks: Blocks whose rows are mixed with each other; what a stream holds in memory.
+
+    Returns:
+        (num_rows,) int64, a permutation.
+    """
+    blocks = np.array_split(
+        np.arange(num_rows, dtype=np.int64), range(block_rows, num_rows, block_rows)
+    )
+    sequence = shuffled(len(blocks), seed=seed, salt=f"blocks/{epoch}")
+    windows = []
+    for number, start in enumerate(range(0, len(blocks), window_blocks)):
+        rows = np.concatenate([blocks[i] for i in sequence[start : start + window_blocks]])
+        windows.append(rows[shuffled(len(rows), seed=seed, salt=f"rows/{epoch}/{number}")])
+    return np.concatenate(windows) if windows else np.zeros(0, np.int64)
+
+
+def stratified_holdout(
+    labels: NDArray[np.int64], *, share: float, seed: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Split rows into those to train on and those held out, class by class.
+
+    Every class gives ``share`` of its rows, rounded, but keeps at least one to train on; a class of
+    one row gives none.
+
+    Args:
+        labels: (n,) class of each row.
+        share: Of each class to hold out, in [0, 1).
+        seed: Of the choice.
+
+    Returns:
+        Positions to train on and positions held out, both ascending.
+    """
+    held = []
+    for label in np.unique(labels):
+        rows = np.flatnonzero(labels == label)
+        mixed = rows[shuffled(len(rows), seed=seed, salt=f"holdout/{label}")]
+        held.append(mixed[: min(round(len(rows) * share), len(rows) - 1)])
+    out = np.sort(np.concatenate(held)) if held else np.zeros(0, np.int64)
+    return np.setdiff1d(np.arange(len(labels)), out), out
+
+
+def nested_shots(
+    labels: NDArray[np.int64], *, shots: int, seed: int
+) -> tuple[NDArray[np.int64], list[int]]:
+    """At most ``shots`` rows of each class; fewer shots are a subset of more with the same seed.
+
+    Returns:
+        Positions, ascending, and the classes that have fewer rows than asked.
+    """
+    chosen, short = [], []
+    for label in np.unique(labels):
+        rows = np.flatnonzero(labels == label)
+        if len(rows) < shots:
+            short.append(int(label))
+        chosen.append(rows[shuffled(len(rows), seed=seed, salt=f"shots/{label}")][:shots])
+    return np.sort(np.concatenate(chosen)), short

@@ -50,10 +50,14 @@ def info(path: Path) -> dict[str, Any]:
     spec = StoreSpec.from_json(root["spec"])
     sealed = root["sealed"] is not None
     store = open_store(path) if sealed else None
-    splits = {}
-    for name, split in spec.splits.items():
-        splits[name] = {"num_images": split.num_rows, "num_views": split.num_views}
-        splits[name]["quarantined"] = int((~store[name].valid).sum()) if store else None
+    splits = {
+        name: {
+            "num_images": split.num_rows,
+            "num_views": split.num_views,
+            "quarantined": int((~store[name].valid).sum()) if store else None,
+        }
+        for name, split in spec.splits.items()
+    }
     return {
         "store": str(path),
         "digest": root["digest"],

@@ -207,6 +207,30 @@ def file_size_limits(folder: Path) -> list[dict[str, object]]:
     return found
 
 
+def journal_limits(folder: Path) -> list[dict[str, object]]:
+    """The system takes only the first bytes of a journal line."""
+    path, found = folder / "s", []
+    hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+    with StoreWriter(path, SPEC) as store:
+        store.begin(samples_of(SPEC), PROVENANCE, None)
+        first, second, *_ = store.tasks()
+        write_task(store, first)
+        text = (path / "journal.jsonl").read_bytes()
+        for more in range(0, len(text) // 2, 25):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (len(text) + more, hard))
+            try:
+                write_task(store, second)
+            except SpaceError as error:
+                message = str(error)
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+            whole = (path / "journal.jsonl").read_bytes() == text
+            found.append({"more": more, "whole": whole, "message": message})
+        write_task(store, second)
+        found[-1]["whole"] &= list(read_journal(path)) == [first.key, second.key]
+    return found
+
+
 def after_error(path: Path, message: str) -> dict[str, object]:
     """What a failed run left, and whether it can be finished."""
     journal = path / "journal.jsonl"
@@ -244,6 +268,7 @@ def main() -> None:
         "ranks": lambda folder: ranks(folder, times=3),
         "seal_together": lambda folder: seal_together(folder, times=6),
         "file_size_limits": file_size_limits,
+        "journal_limits": journal_limits,
     }[mode](folder)
     print(json.dumps(result))
 

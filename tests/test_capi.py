@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from epcache.architecture import seeded
+from epcache.architectures.capi import CapiEncoder
+from epcache.architectures.timm_models import seeded
 from epcache.backbone import (
     list_backbones,
 )
-from epcache.capi import CapiEncoder
 from epcache.norm import final_norm_from
 
 ENTRIES = {entry.alias: entry for entry in list_backbones()}

@@ -28,7 +28,7 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "alias",
     [
-        pytest.param(alias, marks=pytest.mark.slow if entry.params > 500 else ())
+        pytest.param(alias, marks=pytest.mark.slow if entry.params > 250 else ())
         for alias, entry in ENTRIES.items()
     ],
 )

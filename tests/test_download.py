@@ -18,9 +18,9 @@ import numpy as np
 import pytest
 import trees
 
-from epcache.datasets import Download
 from epcache.download import download_dataset, fetch, install
 from epcache.errors import ConfigError, DataError, SpaceError
+from epcache.layouts.info import Download
 from epcache.manifest import load_manifest
 from epcache.unpack import unpack
 

@@ -2,9 +2,13 @@
 
 from pathlib import Path
 
+import huggingface_hub
 import pytest
+import safetensors.torch
+from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 from timm.models import get_pretrained_cfg
 
+from epcache.weights import hub
 from epcache.backbone import (
     list_backbones,
     load_backbone,
@@ -48,3 +52,50 @@ def test_unreachable_hub_is_quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(WeightsError, match=r"lvd142m/model\.safetensors.*no connection"):
         load_backbone("dinov2_vits14")
+
+
+def test_cached_weights_need_no_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What the hub's cache holds is used as it is, and recorded as the hub's."""
+    source = load_backbone("test_vit", weights="random:3", image_size=160)
+    path = tmp_path / "model.safetensors"
+    safetensors.torch.save_file(source._model.state_dict(), path)
+    asked: list[str] = []
+
+    def cached(repo: str, filename: str, revision: str | None = None) -> str:
+        asked.append(f"{repo}/{filename}@{revision}")
+        return str(path)
+
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", cached)
+    backbone = load_backbone("test_vit")
+    assert asked == ["timm/test_vit.r160_in1k/model.safetensors@None"]
+    assert backbone.weights == "hub:r160_in1k"
+    assert backbone.weights_digest == source.weights_digest
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (LocalEntryNotFoundError("no answer"), "the hub does not answer"),
+        (EntryNotFoundError("404"), "has none of model.safetensors, pytorch_model.bin"),
+        (OSError("disk on fire\nand more"), "disk on fire"),
+    ],
+)
+def test_failed_downloads(error: Exception, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the hub client raises becomes one line."""
+
+    def fails(*_arguments: object, **_options: object) -> str:
+        raise error
+
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(hub, "_probe", lambda *_: None)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", fails)
+    with pytest.raises(WeightsError, match=words) as caught:
+        load_backbone("test_vit")
+    assert "\n" not in str(caught.value)
+
+
+def test_no_weights_at_all() -> None:
+    """A timm model that nobody trained says so."""
+    with pytest.raises(WeightsError, match="timm has no weights for vit_small_patch16_36x1_224"):
+        load_backbone("vit_small_patch16_36x1_224")

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from PIL import Image
 from torchvision import datasets
 
-from epcache.datasets import list_datasets
 from epcache.errors import ConfigError, DataError
-from epcache.folders import IMAGE_SUFFIXES
-from epcache.layouts import READERS, eval_split, read_layout, split_names
+from epcache.layouts.folders import IMAGE_SUFFIXES
+from epcache.layouts.info import list_datasets
+from epcache.layouts.readers import READERS, eval_split, read_layout, split_names
 from epcache.manifest import read_manifest
 
 FILE_SETS = {

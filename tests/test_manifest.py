@@ -16,11 +16,11 @@ import pytest
 import trees
 from torchvision import datasets
 
-from epcache.datasets import parse_info
 from epcache.errors import ConfigError, DataError
-from epcache.folders import SplitRows
-from epcache.layouts import read_layout
-from epcache.locate import find_root
+from epcache.layouts.folders import SplitRows
+from epcache.layouts.info import parse_info
+from epcache.layouts.locate import find_root
+from epcache.layouts.readers import read_layout
 from epcache.manifest import (
     check_counts,
     dataset_info,

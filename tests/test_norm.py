@@ -78,4 +78,10 @@ def test_norm_is_found(
     """The last norm is found before pooling, after pooling and in the head, or there is none."""
     model = timm.create_model(name, num_classes=0, **options)
     found = find_final_norm(model, model.num_features)
-    assert (found and (found[0].kind, found[1])) == expected
+    if expected is None:
+        assert found is None
+        return
+    assert found is not None
+    assert found.kind == expected[0]
+    assert torch.equal(found.weight, model.get_submodule(expected[1]).weight)
+    assert find_final_norm(model, 7) is None

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from epcache.architecture import build_timm, seeded, timm_filter
+from epcache.architectures.timm_models import build_timm, seeded, timm_filter
 from epcache.backbone import load_backbone
-from epcache.checkpoint import read_checkpoint, state_dicts
 from epcache.errors import WeightsError
-from epcache.weights import LoadReport, digest_weights, load_weights, needed_keys
+from epcache.weights.checkpoint import read_checkpoint, state_dicts
+from epcache.weights.fit import LoadReport, digest_weights, load_weights, needed_keys
 
 NAME, SIZE = "test_vit", 64  # timm's 16-pixel-patch test model: a 4 x 4 grid, six small blocks
 State = dict[str, Tensor]

@@ -22,7 +22,7 @@ import numpy as np
 import scipy.io
 from PIL import Image
 
-from epcache.datasets import DatasetInfo, dataset_info
+from epcache.layouts.info import DatasetInfo, dataset_info
 
 CUB_CSV = Path(__file__).parent / "data" / "cub200.csv.gz"
 

@@ -10,7 +10,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from epcache.architecture import (
+from epcache.architectures.custom import build_custom, custom_outputs
+from epcache.architectures.timm_models import (
     LayerOutput,
     Outline,
     build_bundled,
@@ -23,10 +24,9 @@ from epcache.architecture import (
     timm_outputs,
 )
 from epcache.catalog import CROP_PCT, BackboneEntry, find_backbone
-from epcache.custom import build_custom, custom_outputs
 from epcache.errors import ConfigError, WeightsError
-from epcache.hub import fetch_weights
-from epcache.weights import Convert, needed_keys
+from epcache.weights.fit import Convert, needed_keys
+from epcache.weights.hub import fetch_weights
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 

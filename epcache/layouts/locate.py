@@ -6,8 +6,8 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from epcache.datasets import DatasetInfo
 from epcache.errors import ConfigError, DataError
+from epcache.layouts.info import DatasetInfo
 
 DATA_VARIABLE = "EPCACHE_DATA"
 

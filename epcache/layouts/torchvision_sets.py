@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from epcache.datasets import DatasetInfo
 from epcache.errors import DataError, EpcacheError
-from epcache.folders import SplitRows, read_listed
+from epcache.layouts.folders import SplitRows, read_listed
+from epcache.layouts.info import DatasetInfo
 
 # Reader: torchvision's class, the folder it insists on, the attribute with its image files.
 _FILE_SETS = {

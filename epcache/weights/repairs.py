@@ -8,7 +8,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from epcache.checkpoint import State
+from epcache.weights.checkpoint import State
 
 SHARED_BIAS = "rel_pos_bias.relative_position_bias_table"
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from epcache.architecture import LayerOutput, frozen, one_line
+from epcache.architectures.timm_models import LayerOutput, frozen, one_line
 from epcache.errors import ConfigError
 
 _SHAPES = (

@@ -15,9 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from epcache.datasets import DatasetInfo
 from epcache.errors import DataError
-from epcache.folders import (
+from epcache.layouts.folders import (
     SplitRows,
     are_numbers,
     class_folders,
@@ -25,6 +24,7 @@ from epcache.folders import (
     read_class_tree,
     read_lines,
 )
+from epcache.layouts.info import DatasetInfo
 
 _WNID = re.compile(r"n\d{8}")
 _VAL_STEM = "ILSVRC2012_val_{:08d}"

@@ -17,9 +17,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from epcache.checkpoint import State, read_checkpoint, state_dicts
 from epcache.errors import WeightsError
-from epcache.repairs import repaired, resampled
+from epcache.weights.checkpoint import State, read_checkpoint, state_dicts
+from epcache.weights.repairs import repaired, resampled
 
 Convert = Callable[[State, nn.Module], State]
 """timm's own filter of published formats: renames, fuses, resizes."""

@@ -14,9 +14,8 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from epcache.datasets import DatasetInfo
 from epcache.errors import ConfigError, DataError
-from epcache.folders import (
+from epcache.layouts.folders import (
     SplitRows,
     class_folders,
     has_image,
@@ -26,8 +25,9 @@ from epcache.folders import (
     read_lines,
     read_listed,
 )
-from epcache.imagenet import read_imagenet
-from epcache.torchvision_sets import (
+from epcache.layouts.imagenet import read_imagenet
+from epcache.layouts.info import DatasetInfo
+from epcache.layouts.torchvision_sets import (
     read_cars_devkit,
     read_cifar100,
     read_file_set,

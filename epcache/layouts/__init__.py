@@ -1,0 +1,1 @@
+"""How each data set lies on disk, and what its manifest says of it."""
