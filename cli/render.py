@@ -340,7 +340,8 @@ def verified(path: Path, found: Verification) -> None:
     table(["file", "problem"], [(p.file, p.problem) for p in found.problems])
     error(
         f"{path}: {len(found.problems)} problems in {found.shards_checked} shards and the small "
-        f"files. Delete the store and extract again, or restore it from a copy"
+        f"files. Restore these files from a copy; or delete the shards among them and run the "
+        f"extraction's command again (epcache info shows it): it computes only those"
     )
 
 

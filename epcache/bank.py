@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -41,9 +41,7 @@ class Head:
     def build(self, *, dim: int, grid: tuple[int, int] | None, num_classes: int) -> Probe:
         """The probe with its initial values, a pure function of the seed."""
         generator = torch.Generator().manual_seed(self.seed)
-        pooler = make_pooler(
-            self.pooler, dim=dim, grid=grid, generator=generator, **self.options
-        )
+        pooler = make_pooler(self.pooler, dim=dim, grid=grid, generator=generator, **self.options)
         return Probe(pooler, num_classes, generator)
 
 
@@ -51,7 +49,7 @@ class Stack:
     """Probes of one structure. Any pooler: the module itself, mapped over stacked parameters."""
 
     def __init__(self, probes: Sequence[Probe], device: torch.device) -> None:
-        parameters, buffers = stack_module_state(list(probes))  # type: ignore[arg-type]
+        parameters, buffers = stack_module_state(list(probes))
         self.params: State = {
             name: value.detach().to(device).requires_grad_() for name, value in parameters.items()
         }
@@ -72,11 +70,10 @@ class Stack:
             logits = functional_call(self._skeleton, state, (tokens_BND,))
             return logits.float(), {name: state[name] for name in buffers}
 
-        logits_PBC, buffers = vmap(one)(self.params, self.buffers)
+        logits_PBC, buffers = cast(tuple[Tensor, State], vmap(one)(self.params, self.buffers))
         if training:
             self.buffers = {name: value.detach() for name, value in buffers.items()}
-        out: Tensor = logits_PBC
-        return out
+        return logits_PBC
 
     def keep(self, index: Tensor) -> None:
         """Drop all probes but these."""
@@ -108,7 +105,8 @@ class EpStack(Stack):
     def logits_of(self, pooled_BPMD: Tensor, *, training: bool) -> Tensor:
         """Class scores (P, B, C) from pooled tokens."""
         num_queries = pooled_BPMD.shape[2]
-        value_PMoD = self.params["pooler.value.weight"].unflatten(1, (num_queries, -1))
+        value_POD = self.params["pooler.value.weight"]
+        value_PMoD = value_POD.view(len(value_POD), num_queries, -1, value_POD.shape[2])
         y_PBO = torch.einsum("bpmd,pmod->pbmo", pooled_BPMD, value_PMoD).flatten(2)
         y_PBO = self._normalise(y_PBO, training=training)
         return torch.baddbmm(
@@ -193,8 +191,8 @@ class ProbeBank:
             return
         pooled_BQD = attention_pool(torch.cat([q.flatten(0, 1) for q in queries]), tokens_BND)
         sizes = [q.shape[0] * q.shape[1] for q in queries]
-        for part, q in zip(pooled_BQD.split(sizes, dim=1), queries, strict=True):
-            yield part.unflatten(1, q.shape[:2])
+        for part, q in zip(torch.split(pooled_BQD, sizes, dim=1), queries, strict=True):
+            yield part.reshape(len(part), *q.shape)
 
     def loss_and_gradients(
         self, tokens_BND: Tensor, labels_B: Tensor, *, label_smoothing: float = 0.0

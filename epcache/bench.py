@@ -258,7 +258,7 @@ def bench_read(work_dir: Path, *, num_images: int = 4096, num_repeats: int = 7) 
     def rate(
         read: Callable[[NDArray[np.int64]], object], batches: list[NDArray[np.int64]]
     ) -> float:
-        num_bytes = sum(len(rows) for rows in batches) * row_bytes
+        num_bytes: int = sum(len(rows) for rows in batches) * row_bytes
         return num_bytes / timed(lambda: [read(rows) for rows in batches]) / 1e9
 
     def read_plain(rows: Rows) -> None:

@@ -23,7 +23,7 @@ Labels = Tensor | NDArray[Any] | Sequence[int]
 """(n,) integers."""
 
 SCALINGS = ("none", "l2", "standard")
-KEPT_BYTES = 2**30
+KEPT_BYTES = 2**29
 """Converted to float64 once, not on every pass, when this holds it."""
 
 

@@ -5,8 +5,8 @@ probe. A step of P stacked probes does the arithmetic of P separate steps, so on
 are the same to the last bit. Two habits keep that true:
 
 * norms are taken per probe, over everything but the first axis;
-* a product and a sum are two kernels, because fused ones (``add_(x, alpha=lr)``, ``lerp_``) round
-  differently in the vectorised body and in the remainder of a tensor, which depends on P.
+* all else is made of sums, products, quotients and roots of elements, whose rounding is fixed
+  wherever in a tensor an element lies; that of ``pow`` is not.
 """
 
 import inspect
@@ -273,7 +273,7 @@ class AdamW(StackedOptimizer):
         super().__init__(params, weight_decay)
         self.betas = _below_one("betas", betas[0]), _below_one("betas", betas[1])
         self.eps = _positive("eps", eps)
-        # beta ** t, for each probe's own t, as running products: pow is not exact, these repeat
+        # beta ** t, for each probe's own t, as running products: see above on pow
         self.scalars["mean_power"] = torch.ones_like(self.scalars["weight_decay"])
         self.scalars["square_power"] = torch.ones_like(self.scalars["weight_decay"])
 

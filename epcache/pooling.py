@@ -50,7 +50,7 @@ class _AttentionPool(torch.autograd.Function):
         return pooled_BQD.float()
 
     @staticmethod
-    def backward(ctx: Any, grad_BQD: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad_BQD: Tensor) -> tuple[Tensor, None]:
         tokens_BND, weights_BQN, pooled_BQD = ctx.saved_tensors
         num_images, num_queries, num_tokens = weights_BQN.shape
         grad_QD = grad_BQD.new_zeros(num_queries, tokens_BND.shape[2], dtype=torch.float32)

@@ -34,6 +34,25 @@ def small_batch(num_rows: int) -> int:
     return num_rows // max(1, num_rows // wanted)
 
 
+def _check_optimizer(name: str) -> None:
+    if name not in OPTIMIZER_NAMES:
+        raise ConfigError(
+            f"unknown optimizer {name!r}; expected one of {', '.join(OPTIMIZER_NAMES)}"
+        )
+
+
+def _check_count(what: str, value: object, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigError(f"{what} must be a whole number of at least {least}, got {value!r}")
+
+
+def _check_number(what: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ConfigError(f"{what} must be a number, got {value!r}")
+    if not (value >= 0 and math.isfinite(value)):
+        raise ConfigError(f"{what} must be finite and 0 or more, got {value!r}")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
     """How probes are trained, before the size of the data is known."""
@@ -259,25 +278,6 @@ def find_recipe(name: str) -> Recipe:
     if name not in RECIPES:
         raise ConfigError(f"unknown recipe {name!r}; expected one of {', '.join(RECIPES)}")
     return RECIPES[name]
-
-
-def _check_optimizer(name: str) -> None:
-    if name not in OPTIMIZER_NAMES:
-        raise ConfigError(
-            f"unknown optimizer {name!r}; expected one of {', '.join(OPTIMIZER_NAMES)}"
-        )
-
-
-def _check_count(what: str, value: object, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ConfigError(f"{what} must be a whole number of at least {least}, got {value!r}")
-
-
-def _check_number(what: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ConfigError(f"{what} must be a number, got {value!r}")
-    if not (value >= 0 and math.isfinite(value)):
-        raise ConfigError(f"{what} must be finite and 0 or more, got {value!r}")
 
 
 def _listed(values: Sequence[float]) -> str:

@@ -1,9 +1,9 @@
 """L2-regularised softmax regression by Newton's method, for a path of penalties.
 
 Each step solves its linear system by conjugate gradients, in the principal axes of the features,
-where the diagonal is nearly all of the Hessian. Warm starts along the path then need 2-6 steps and at
-most a hundred products for each penalty: on 2,000 x 384 features and 37 classes a twentieth of the
-passes that L-BFGS makes over the data.
+where the diagonal is nearly all of the Hessian. Warm starts along the path then need 1-6 steps and
+at most a hundred products for each penalty: on 2,000 x 384 features and 37 classes a tenth of the
+passes over the data that L-BFGS makes, and the largest C converge too.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class _Problem:
     def __init__(self, data: Centred, num_classes: int) -> None:
         self.data = data
         self.axes_DR, self.squares_R = data.basis()
-        self.classes = data.rows.labels.unique()
+        self.classes = torch.unique(data.rows.labels)
         self.numbers = torch.zeros(num_classes, dtype=torch.int64, device=data.rows.device)
         self.numbers[self.classes] = torch.arange(len(self.classes), device=data.rows.device)
         self.penalty_R = torch.ones(len(self.squares_R) + 1).to(self.squares_R)
@@ -113,10 +113,13 @@ class _Problem:
         gradient_KR = c * self.gradient(sums_KD, totals_K) + params_KR * self.penalty_R
         diagonal_KR = c * torch.outer(spread_K / len(self.data.rows), self.curvature_R)
         diagonal_KR = (diagonal_KR + self.penalty_R).clamp_min(1e-12)
-        return value, gradient_KR, _Curvature(self, c, params_KR, kept, diagonal_KR)
+        curvature = _Curvature(
+            problem=self, c=c, params_KR=params_KR, kept=kept, diagonal_KR=diagonal_KR
+        )
+        return value, gradient_KR, curvature
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class _Curvature:
     """The Hessian at a point."""
 

@@ -13,11 +13,10 @@ from epcache.dataset import BatchPlan, ImageLoader
 from epcache.extraction import Progress, extract_tokens, half_tokens
 from epcache.manifest import load_manifest
 from epcache.plan import ExtractConfig, ExtractPlan, make_plan
-from epcache.store.documents import is_sealed
 from epcache.store.files import free_bytes
 from epcache.store.journal import committed_bytes
 from epcache.store.reader import Store, open_store
-from epcache.store.writer import StoreWriter
+from epcache.store.writer import StoreWriter, is_complete
 
 
 class Observer(Protocol):
@@ -55,7 +54,7 @@ def extract(config: ExtractConfig, observer: Observer) -> dict[str, Any]:
     """Run, or go on with, an extraction. Returns the command's JSON object."""
     started = time.monotonic()
     plan = plan_extraction(config, observer)
-    if is_sealed(plan.store_path):
+    if is_complete(plan.store_path, plan.spec):
         observer.message(f"{plan.store_path} is sealed already: nothing to do")
         return result_json(open_store(plan.store_path), seconds=0.0, num_images=0)
     plan.check_space(committed_bytes(plan.store_path))

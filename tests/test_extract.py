@@ -1,6 +1,7 @@
 """``epcache extract`` from the command line to the sealed store."""
 
 import json
+import shutil
 import signal
 import time
 
@@ -364,8 +365,6 @@ def test_default_place_and_last_store(folder, tmp_path, capsys, monkeypatch):
 
 def test_verify_exit_status(whole, tmp_path, capsys):
     """``verify`` exits 0 on a whole store and 1 with the file's name on a damaged one."""
-    import shutil
-
     copy = tmp_path / "copy"
     shutil.copytree(whole, copy)
     good = run_json(capsys, "verify", copy)
@@ -377,6 +376,19 @@ def test_verify_exit_status(whole, tmp_path, capsys):
     bad = run_json(capsys, "verify", copy, code=1)
     assert [problem["file"] for problem in bad["problems"]] == ["train/layers/3/patch/c/1/0/0"]
     assert bad["ok"] is False
+
+
+def test_a_deleted_shard_is_computed_again(whole, folder, tmp_path):
+    """The same command repairs a sealed store from which a shard was deleted: only that one."""
+    copy = tmp_path / "copy"
+    shutil.copytree(whole, copy)
+    lost = copy / "train/layers/3/patch/c/1/0/0"
+    lost.unlink()
+    untouched = copy / "train/layers/3/patch/c/0/0/0"
+    stamp = untouched.stat().st_mtime_ns
+    run(*arguments(folder, copy))
+    assert_same_store(whole, copy)
+    assert untouched.stat().st_mtime_ns == stamp
 
 
 def test_an_unsealed_store_is_refused_with_the_way_on(folder, tmp_path, capsys):

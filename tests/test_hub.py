@@ -8,12 +8,12 @@ import safetensors.torch
 from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 from timm.models import get_pretrained_cfg
 
-from epcache.weights import hub
 from epcache.backbone import (
     list_backbones,
     load_backbone,
 )
 from epcache.errors import WeightsError
+from epcache.weights import hub
 
 ENTRIES = {entry.alias: entry for entry in list_backbones()}
 

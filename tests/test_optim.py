@@ -182,11 +182,13 @@ def problems(draw, dtype=torch.float64, num_probes=None):
         return {f"w.{i}": normal(num_probes, *shape) for i, shape in enumerate(shapes)}
 
     params, grads = stacks(), [stacks() for _ in range(draw(st.integers(1, 4)))]
+    rates = [normal(num_probes).abs().double() for _ in grads]
+    decay = normal(num_probes).abs().double()
     if draw(st.booleans()):  # zero norms: a layer that starts at 0, a layer without gradient
         params["w.0"][0] = 0
         grads[0]["w.0"][-1] = 0
-    rates = [normal(num_probes).abs().double() for _ in grads]
-    return params, grads, rates, normal(num_probes).abs().double()
+        decay[-1] = 0
+    return params, grads, rates, decay
 
 
 def copied(params):
@@ -360,17 +362,18 @@ def test_a_run_resumes_exactly(name, problem):
     assert_same(everything(second), everything(first))
 
 
-def test_half_precision_gradients_move_float32_parameters():
+@pytest.mark.parametrize("name", NAMES)
+def test_half_precision_gradients_move_float32_parameters(name):
     """A bfloat16 gradient is its float32 value; parameters and state stay in float32."""
     grad = torch.randn(2, 3, 3).bfloat16()
     ends = []
     for value in (grad, grad.float()):
         params = {"w": torch.ones(2, 3, 3)}
-        optimizer = make_optimizer("lars", params, torch.zeros(2))
+        optimizer = make_optimizer(name, params, torch.zeros(2))
         optimizer.step({"w": value}, torch.tensor([0.1, 1.0]))
         ends.append(everything(optimizer))
     assert_same(*ends)
-    assert ends[0]["momentum/w"].dtype == torch.float32
+    assert all(ends[0][key].dtype == torch.float32 for key in ends[0] if key.endswith("/w"))
 
 
 # --- schedule ---

@@ -20,7 +20,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from epcache.errors import StoreError
-from epcache.store.documents import FINAL_NORM, document, read_root, root_document, seal_of
+from epcache.store.documents import (
+    FINAL_NORM,
+    document,
+    is_sealed,
+    read_root,
+    root_document,
+    seal_of,
+)
 from epcache.store.files import (
     PARTIAL,
     WriterLock,
@@ -111,14 +118,7 @@ class StoreWriter:
     @property
     def committed(self) -> dict[tuple[str, int, int], Entry]:
         """Tasks that are in the journal and whose files still have their size."""
-        return {
-            key: entry
-            for key, entry in self._entries.items()
-            if all(
-                (self.path / name).is_file() and (self.path / name).stat().st_size == file.num_bytes
-                for name, file in entry.files.items()
-            )
-        }
+        return entries_on_disk(self.path, self._entries)
 
     def begin(
         self,
@@ -326,3 +326,23 @@ class TaskWriter:
         self.done = True
         for shard in self._shards.values():
             shard.abandon()
+
+
+def entries_on_disk(
+    store: Path, entries: Mapping[tuple[str, int, int], Entry]
+) -> dict[tuple[str, int, int], Entry]:
+    """Those entries whose files are all there and have their size."""
+    return {
+        key: entry
+        for key, entry in entries.items()
+        if all(
+            (store / name).is_file() and (store / name).stat().st_size == file.num_bytes
+            for name, file in entry.files.items()
+        )
+    }
+
+
+def is_complete(store: Path, spec: StoreSpec) -> bool:
+    """Whether a store is sealed and no shard was deleted since; takes no lock, writes nothing."""
+    committed = entries_on_disk(store, read_journal(store)) if is_sealed(store) else {}
+    return all(task.key in committed for task in spec.tasks())
