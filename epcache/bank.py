@@ -1,15 +1,16 @@
 """Many probes in one pass: what they share is computed once, what differs is stacked.
 
-Probes of one structure (pooler, options, classes) keep their parameters in one tensor each, with
+Probes of one structure (pooler, options, optimizer) keep their parameters in one tensor each, with
 the probe as first axis. A step computes every probe's loss on the same batch, sums them and
 differentiates once: a probe's gradient cannot contain another's, so each trains as it would alone.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,19 +25,22 @@ State = dict[str, Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Head:
-    """What one probe of a bank is: everything but how it is trained."""
+class Trainee:
+    """One probe of a bank: what it is and how it is trained."""
 
     pooler: str
     options: Mapping[str, Any] = field(default_factory=dict)
     """The pooler's own (``epcache.poolers.pooler_options``)."""
     seed: int = 0
     """Of the initial values."""
+    optimizer: str = "adamw"
+    lr: float = 1e-3
+    weight_decay: float = 0.0
 
     @property
-    def structure(self) -> tuple[str, tuple[tuple[str, Any], ...]]:
-        """Heads with equal structures have parameters of equal shapes."""
-        return self.pooler, tuple(sorted(self.options.items()))
+    def structure(self) -> tuple[Any, ...]:
+        """Trainees with equal structures have parameters of equal shapes and one optimizer."""
+        return self.pooler, tuple(sorted(self.options.items())), self.optimizer
 
     def build(self, *, dim: int, grid: tuple[int, int] | None, num_classes: int) -> Probe:
         """The probe with its initial values, a pure function of the seed."""
@@ -46,20 +50,24 @@ class Head:
 
 
 class Stack:
-    """Probes of one structure. Any pooler: the module itself, mapped over stacked parameters."""
+    """Probes of one structure. Any pooler: the module itself, mapped over stacked parameters.
 
-    def __init__(self, probes: Sequence[Probe], device: torch.device) -> None:
+    Args:
+        probes: With their initial values.
+        members: Their positions in the bank.
+        device: Where the parameters live.
+    """
+
+    def __init__(
+        self, probes: Sequence[Probe], members: Sequence[int], device: torch.device
+    ) -> None:
+        self.members = list(members)
         parameters, buffers = stack_module_state(list(probes))
         self.params: State = {
             name: value.detach().to(device).requires_grad_() for name, value in parameters.items()
         }
         self.buffers: State = {name: value.to(device) for name, value in buffers.items()}
-        self.template = probes[0].to(device)
-        self._skeleton = _without_values(probes[0])
-
-    def __len__(self) -> int:
-        """Number of probes P."""
-        return len(next(iter(self.params.values())))
+        self._skeleton = copy.deepcopy(probes[0]).to("meta")
 
     def logits(self, tokens_BND: Tensor, *, training: bool) -> Tensor:
         """Class scores of every probe, (P, B, C) float32; in training, updates the statistics."""
@@ -70,31 +78,31 @@ class Stack:
             logits = functional_call(self._skeleton, state, (tokens_BND,))
             return logits.float(), {name: state[name] for name in buffers}
 
-        logits_PBC, buffers = cast(tuple[Tensor, State], vmap(one)(self.params, self.buffers))
+        logits_PBC, buffers = vmap(one)(self.params, self.buffers)
         if training:
             self.buffers = {name: value.detach() for name, value in buffers.items()}
         return logits_PBC
 
-    def keep(self, index: Tensor) -> None:
-        """Drop all probes but these."""
-        self.params = {
-            name: value.detach()[index].requires_grad_() for name, value in self.params.items()
-        }
-        self.buffers = {name: value[index] for name, value in self.buffers.items()}
+    def keep(self, index: Sequence[int]) -> None:
+        """Drop all probes but these; the optimizer drops their parameters."""
+        self.members = [self.members[i] for i in index]
+        rows = torch.tensor(index, device=next(iter(self.params.values())).device)
+        self.buffers = {name: value[rows] for name, value in self.buffers.items()}
 
-    def state(self, probe: int) -> State:
-        """One probe's ``state_dict``, copied."""
+    def state(self, index: int) -> State:
+        """One probe's ``state_dict``, copied to the CPU."""
         both = {**self.params, **self.buffers}
-        return {name: value[probe].detach().clone() for name, value in both.items()}
+        return {name: value[index].detach().cpu().clone() for name, value in both.items()}
 
 
 class EpStack(Stack):
-    """Efficient probes: pooled together with every other probe of the bank, then projected."""
+    """Efficient probes: pooled together with every other one of the bank, then projected."""
 
-    def __init__(self, probes: Sequence[Probe], device: torch.device) -> None:
-        super().__init__(probes, device)
-        pooler = probes[0].pooler
-        self.scale = pooler.dim**-0.5
+    def __init__(
+        self, probes: Sequence[Probe], members: Sequence[int], device: torch.device
+    ) -> None:
+        super().__init__(probes, members, device)
+        self.scale = probes[0].pooler.dim ** -0.5
         self.eps, self.momentum = probes[0].norm.eps, probes[0].norm.momentum
 
     @property
@@ -104,16 +112,16 @@ class EpStack(Stack):
 
     def logits_of(self, pooled_BPMD: Tensor, *, training: bool) -> Tensor:
         """Class scores (P, B, C) from pooled tokens."""
-        num_queries = pooled_BPMD.shape[2]
-        value_POD = self.params["pooler.value.weight"]
-        value_PMoD = value_POD.view(len(value_POD), num_queries, -1, value_POD.shape[2])
-        y_PBO = torch.einsum("bpmd,pmod->pbmo", pooled_BPMD, value_PMoD).flatten(2)
+        num_images, num_probes, num_queries, dim = pooled_BPMD.shape
+        value_PMoD = self.params["pooler.value.weight"].view(num_probes, num_queries, -1, dim)
+        # One batched product over (probe, query): the batch is the rows
+        pooled_PMBD = pooled_BPMD.permute(1, 2, 0, 3)
+        y_PMBo = torch.matmul(pooled_PMBD, value_PMoD.transpose(2, 3))
+        y_PBO = y_PMBo.transpose(1, 2).reshape(num_probes, num_images, -1)
         y_PBO = self._normalise(y_PBO, training=training)
-        return torch.baddbmm(
-            self.params["head.bias"][:, None],
-            y_PBO,
-            self.params["head.weight"].transpose(1, 2),
-        )
+        bias_P1C, weight_PCO = self.params["head.bias"][:, None], self.params["head.weight"]
+        logits_PBC: Tensor = torch.baddbmm(bias_P1C, y_PBO, weight_PCO.transpose(1, 2))
+        return logits_PBC
 
     def _normalise(self, y_PBO: Tensor, *, training: bool) -> Tensor:
         """``BatchNorm`` of every probe; the same arithmetic as in ``poolers.layers``."""
@@ -135,7 +143,7 @@ class ProbeBank:
     """Probes that see the same tokens in the same order.
 
     Args:
-        heads: The probes.
+        trainees: The probes.
         dim: Token width D.
         grid: Token grid (height, width); None for tokens that are no grid.
         num_classes: Number of classes C.
@@ -144,7 +152,7 @@ class ProbeBank:
 
     def __init__(
         self,
-        heads: Sequence[Head],
+        trainees: Sequence[Trainee],
         *,
         dim: int,
         grid: tuple[int, int] | None,
@@ -152,32 +160,25 @@ class ProbeBank:
         device: torch.device | str = "cpu",
     ) -> None:
         self.device = torch.device(device)
-        self.heads = list(heads)
-        self.num_classes = num_classes
-        by_structure: dict[Any, list[int]] = {}
-        for position, head in enumerate(heads):
-            by_structure.setdefault(head.structure, []).append(position)
+        self.trainees = list(trainees)
+        members: dict[Any, list[int]] = {}
+        for position, trainee in enumerate(trainees):
+            members.setdefault(trainee.structure, []).append(position)
         self.stacks: list[Stack] = []
-        self.members: list[list[int]] = list(by_structure.values())
-        """For each stack the positions of its probes in ``heads``."""
-        for positions in self.members:
+        for positions in members.values():
             probes = [
-                heads[i].build(dim=dim, grid=grid, num_classes=num_classes) for i in positions
+                trainees[i].build(dim=dim, grid=grid, num_classes=num_classes) for i in positions
             ]
-            head = heads[positions[0]]
-            fast = head.pooler == "ep" and head.options.get("value", True)
-            self.stacks.append((EpStack if fast else Stack)(probes, self.device))
-
-    def __len__(self) -> int:
-        """Number of probes."""
-        return sum(map(len, self.members))
+            first = trainees[positions[0]]
+            kind = EpStack if first.pooler == "ep" and first.options.get("value", True) else Stack
+            self.stacks.append(kind(probes, positions, self.device))
 
     def logits(self, tokens_BND: Tensor, *, training: bool) -> list[Tensor]:
         """Class scores (P, B, C) of each stack on one batch.
 
         All efficient probes, of whatever M, are scored and pooled in one go.
         """
-        pooled = iter(self._pool(tokens_BND))
+        pooled = self._pool(tokens_BND)
         return [
             stack.logits_of(next(pooled), training=training)
             if isinstance(stack, EpStack)
@@ -186,6 +187,7 @@ class ProbeBank:
         ]
 
     def _pool(self, tokens_BND: Tensor) -> Iterator[Tensor]:
+        """For each efficient stack its pooled tokens (B, P, M, D)."""
         queries = [stack.queries_PMD for stack in self.stacks if isinstance(stack, EpStack)]
         if not queries:
             return
@@ -202,16 +204,14 @@ class ProbeBank:
             cross_entropy(logits, labels_B, label_smoothing=label_smoothing)
             for logits in self.logits(tokens_BND, training=True)
         ]
-        params = [stack.params for stack in self.stacks]
-        flat = torch.autograd.grad(
-            torch.stack([loss.sum() for loss in losses]).sum(),
-            [value for state in params for value in state.values()],
+        flat = iter(
+            torch.autograd.grad(
+                torch.stack([loss.sum() for loss in losses]).sum(),
+                [value for stack in self.stacks for value in stack.params.values()],
+            )
         )
-        grads = iter(flat)
-        return (
-            [loss.detach() for loss in losses],
-            [{name: next(grads) for name in state} for state in params],
-        )
+        gradients = [{name: next(flat) for name in stack.params} for stack in self.stacks]
+        return [loss.detach() for loss in losses], gradients
 
 
 def cross_entropy(logits_PBC: Tensor, labels_B: Tensor, *, label_smoothing: float) -> Tensor:
@@ -224,10 +224,3 @@ def cross_entropy(logits_PBC: Tensor, labels_B: Tensor, *, label_smoothing: floa
         label_smoothing=label_smoothing,
     )
     return losses.view(num_probes, num_images).mean(1)
-
-
-def _without_values(probe: Probe) -> Probe:
-    """The module's structure alone, for ``functional_call``."""
-    import copy
-
-    return copy.deepcopy(probe).to("meta")

@@ -235,11 +235,17 @@ def _neighbours(
             if train is test:
                 own = range(max(start, first), min(stop, last))
                 block_BK[[i - start for i in own], [i - first for i in own]] = -math.inf
-            block_rows_K = torch.arange(first, last, device=rows_BK.device)
+            kept = near_BK.shape[1]
             near_BK = torch.cat([near_BK, block_BK], 1)
-            rows_BK = torch.cat([rows_BK, block_rows_K.expand(len(test_BD), -1)], 1)
             columns_BK = _largest(near_BK, k)
-            near_BK, rows_BK = near_BK.gather(1, columns_BK), rows_BK.gather(1, columns_BK)
+            near_BK = near_BK.gather(1, columns_BK)
+            # A spare column, so that there is one to gather before the first chunk is in.
+            earlier_BK = torch.cat([rows_BK, rows_BK.new_zeros(len(rows_BK), 1)], 1)
+            rows_BK = torch.where(
+                columns_BK < kept,
+                earlier_BK.gather(1, columns_BK.clamp_max(kept)),
+                columns_BK + (first - kept),
+            )
         near_BK, order_BK = near_BK.sort(dim=1, descending=True, stable=True)
         yield start, stop, near_BK / UNIT**2, labels[rows_BK.gather(1, order_BK)]
 
@@ -248,9 +254,10 @@ def _largest(values_BK: Tensor, k: int) -> Tensor:
     """Columns of the k largest values of each row, ascending; of equal values the lower columns."""
     if values_BK.shape[1] <= k:
         return torch.arange(values_BK.shape[1], device=values_BK.device).expand_as(values_BK)
-    values, columns = values_BK.topk(k, dim=1)
+    values, columns = values_BK.topk(k + 1, dim=1)
+    columns = columns[:, :k]
     # topk chooses among equals as it likes, which matters only where they straddle the edge.
-    tied_B = (values_BK >= values[:, -1:]).sum(1) > k
+    tied_B = values[:, k] == values[:, k - 1]
     if bool(tied_B.any()):
         columns[tied_B] = values_BK[tied_B].sort(dim=1, descending=True, stable=True).indices[:, :k]
     return columns.sort(dim=1).values

@@ -286,15 +286,15 @@ def test_scaling_is_what_scaled_features_give(method, grid, scaling):
 
 
 def test_memory_is_bounded():
-    """Fits to 100 MB of features need less than half of that, where nothing is kept."""
+    """Fits to 50 MB of features need less than half of that, where nothing is kept."""
     script = """
 import resource, numpy as np, torch
 torch.set_num_threads(1)
 import epcache.features, epcache.softmax
 from epcache.linear import fit_logistic, fit_ridge
 epcache.features.KEPT_BYTES = epcache.softmax.KEPT_BYTES = 0
-features = np.random.default_rng(0).standard_normal((200_000, 125), np.float32)
-labels = np.arange(200_000) % 10
+features = np.random.default_rng(0).standard_normal((100_000, 125), np.float32)
+labels = np.arange(100_000) % 10
 def fit(n):
     options = dict(num_classes=10, chunk_rows=1000)
     args = (features[:n], labels[:n], features[:9], labels[:9])
@@ -302,13 +302,13 @@ def fit(n):
     fit_logistic(*args, holdout_rows=None, cs=[1e-6], **options)
 fit(2000)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-fit(200_000)
+fit(100_000)
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=True
     )
-    assert int(done.stdout) * 1024 < 50e6
+    assert int(done.stdout) * 1024 < 25e6
 
 
 @pytest.mark.parametrize("method", [fit_logistic, fit_ridge])
