@@ -14,6 +14,8 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
+from epcache.store.reader import format_ranges
+
 if TYPE_CHECKING:
     from epcache.catalog import BackboneEntry
     from epcache.extraction import Progress as ExtractProgress
@@ -193,8 +195,8 @@ def plan_facts(plan: ExtractPlan, committed: int) -> list[tuple[str, str]]:
         ),
         (
             "layers",
-            f"{','.join(map(str, spec.layers))} of 0-{spec.num_layers - 1}, raw block output; "
-            f"final norm when read: {backbone.norm_policy} (auto)",
+            f"{format_ranges(tuple(spec.layers))} of {spec.num_layers} blocks, raw output; "
+            f"--norm auto will mean {backbone.norm_policy}",
         ),
         ("data", f"{manifest.name}: {rows} images, {len(manifest.classes):,} classes"),
         ("run", f"{plan.device}, {plan.precision}, batches of {plan.batch_size}"),
@@ -287,8 +289,8 @@ def info(result: Mapping[str, Any]) -> None:
                 f"{tokens['grid'][0]} x {tokens['grid'][1]} patches + {tokens['num_prefix']} "
                 f"prefix, width {tokens['dim']}, float16",
             ),
-            ("layers", f"{','.join(map(str, result['layers']))} of {backbone['num_layers']}"),
-            ("norm", f"raw output is stored; auto applies: {backbone['norm_policy']}"),
+            ("layers", f"{format_ranges(result['layers'])} of {backbone['num_layers']} blocks"),
+            ("norm", f"raw block output is stored; --norm auto means {backbone['norm_policy']}"),
             ("size", gigabytes(result["bytes"])),
             ("made by", f"epcache {provenance['epcache_version']}: {provenance['command']}"),
             ("on", ", ".join(f"{k} {v}" for k, v in provenance["environment"].items())),

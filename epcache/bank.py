@@ -102,7 +102,7 @@ class EpStack(Stack):
         self, probes: Sequence[Probe], members: Sequence[int], device: torch.device
     ) -> None:
         super().__init__(probes, members, device)
-        self.scale = probes[0].pooler.dim ** -0.5
+        self.scale: float = probes[0].pooler.dim ** -0.5
         self.eps, self.momentum = probes[0].norm.eps, probes[0].norm.momentum
 
     @property

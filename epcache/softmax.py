@@ -30,8 +30,7 @@ class Solution:
     bias_C: Tensor
     """Centred over the classes with rows, and -inf for the others: no finite value is best."""
     converged: bool
-    """The gradient's length is at most `tolerance` times that of W: as W has curvature 1, its
-    relative error is no larger."""
+    """The length of the error of W is at most about `tolerance` times that of W."""
 
 
 def softmax_path(
@@ -171,14 +170,21 @@ class _Curvature:
 def _minimise(
     problem: _Problem, params_KR: Tensor, c: float, tolerance: float
 ) -> tuple[Tensor, bool]:
-    """Newton's method with a backtracking line search; the problem is convex, so it gets there."""
+    """Newton's method with a backtracking line search; the problem is convex, so it gets there.
+
+    The penalty alone makes the curvature along W at least 1, so the error of W is never longer than
+    the gradient.
+    """
     value, gradient_KR, curvature = problem.evaluate(params_KR, c)
     for _ in range(MOST_STEPS):
-        if float(gradient_KR.norm()) <= tolerance * float(params_KR[:, :-1].norm()):
+        allowed = tolerance * float(params_KR[:, :-1].norm())
+        if float(gradient_KR.norm()) <= allowed:
             return params_KR, True
         step_KR = curvature.solve(-gradient_KR, accuracy=0.05)
         slope = float((gradient_KR * step_KR).sum())
-        if -slope <= 1e-16 * value:  # a smaller decrease than float64 can hold of the value
+        # The root of -slope is the error in the Hessian's metric, which is at least its length. The
+        # other bound is a decrease too small for float64, as where W is zero.
+        if -slope <= max(allowed**2, 1e-16 * value):
             return params_KR, True
         length = 1.0
         while True:

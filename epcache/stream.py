@@ -110,7 +110,7 @@ class TokenStream:
     """Batches of a source, epoch after epoch.
 
     Args:
-        sources: One for each cached view; epoch e reads view e mod their number.
+        source: What to read; epoch e reads its view e mod ``num_views``.
         batch_size: Rows a batch.
         device: Where batches are wanted.
         budget_bytes: Keep all finished tokens in memory when they fit; 0 always streams.
@@ -143,6 +143,11 @@ class TokenStream:
         """Number of rows."""
         return len(self.source)
 
+    def num_steps(self, *, drop_last: bool) -> int:
+        """Training batches an epoch."""
+        whole, rest = divmod(len(self), self.batch_size)
+        return whole if (drop_last and whole) or not rest else whole + 1
+
     def epoch(self, epoch: int, *, drop_last: bool) -> Iterator[tuple[Tensor, Tensor]]:
         """Training batches (tokens, labels) in the order of an epoch."""
         order = epoch_order(
@@ -153,8 +158,7 @@ class TokenStream:
             window_blocks=WINDOW_BLOCKS,
         )
         batches = self.cut(order)
-        if drop_last and batches and len(batches[-1]) < self.batch_size:
-            batches.pop()
+        batches = batches[: self.num_steps(drop_last=drop_last)]
         return self._read(batches, view=epoch % self.num_views)
 
     def in_order(self) -> Iterator[tuple[Tensor, Tensor]]:

@@ -127,9 +127,7 @@ class Fit:
         self._drop_diverged()
 
     def _rates(self, stack: Stack, step: int, num_steps: int) -> Tensor:
-        peak = torch.tensor(
-            [self.bank.trainees[i].lr for i in stack.members], dtype=torch.float64
-        )
+        peak = torch.tensor([self.bank.trainees[i].lr for i in stack.members], dtype=torch.float64)
         return learning_rate(
             step,
             steps_per_epoch=num_steps,
@@ -226,17 +224,19 @@ class Fit:
                 self.outcomes[int(member)].best_state[key] = value
         self._restore_stacks(about["members"], tensors)
 
-    def _restore_stacks(self, members: Sequence[Sequence[int]], tensors: Mapping[str, Tensor]) -> None:
-        by_first = {stack.members[0]: stack for stack in self.bank.stacks}
-        del by_first
+    def _restore_stacks(
+        self, members: Sequence[Sequence[int]], tensors: Mapping[str, Tensor]
+    ) -> None:
+        """Bring the stacks to the members and values that were saved."""
+        saved = {tuple(group) for group in members}
         alive = []
         for stack, optimizer in zip(self.bank.stacks, self._optimizers, strict=True):
-            kept = [row for row, member in enumerate(stack.members) if any(member in m for m in members)]
+            kept = next((group for group in saved if set(group) <= set(stack.members)), ())
             if not kept:
                 continue
-            if len(kept) < len(stack.members):
-                stack.keep(kept)
-                optimizer.keep(kept)
+            rows = [stack.members.index(member) for member in kept]
+            stack.keep(rows)
+            optimizer.keep(rows)
             alive.append((stack, optimizer))
         self.bank.stacks = [stack for stack, _ in alive]
         self._optimizers = [optimizer for _, optimizer in alive]

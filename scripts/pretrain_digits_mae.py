@@ -47,7 +47,7 @@ MAX_BYTES = 2_000_000
 class Recipe:
     """Everything that decides the weights, besides images and architecture."""
 
-    epochs: int = 80
+    epochs: int = 40
     batch_size: int = 128
     lr: float = 1.5e-3
     weight_decay: float = 0.05

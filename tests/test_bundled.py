@@ -149,7 +149,7 @@ def test_write_refuses_what_is_too_large(script, tmp_path):
 
 
 def test_features_know_digits(script, encoder, images):
-    """Held-out digits are told apart by ridge regression on mean patch tokens (92.6%)."""
+    """Held-out digits are told apart by ridge regression on mean patch tokens (95.0%)."""
     manifest = load_manifest("digits")
     test = manifest.splits["test"]
     entry = script.bundled_entry()
@@ -168,7 +168,7 @@ def test_features_know_digits(script, encoder, images):
     onehot = torch.eye(10, dtype=torch.float64)[torch.from_numpy(manifest.splits["train"].labels)]
     gram = design.T @ design + torch.eye(design.shape[1], dtype=torch.float64)
     guess = (held @ torch.linalg.solve(gram, design.T @ onehot)).argmax(1).numpy()
-    assert (guess == test.labels).mean() > 0.89
+    assert (guess == test.labels).mean() > 0.92
 
 
 def last_block(encoder, images_BCHW):

@@ -1,6 +1,8 @@
 """The house stays in order: imports point one way, and the light parts stay light."""
 
 import ast
+import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -81,3 +83,21 @@ def test_no_file_and_no_function_is_too_long():
                 if isinstance(node, ast.FunctionDef):
                     lines = (node.end_lineno or 0) - node.lineno
                     assert lines <= 110, f"{path.relative_to(ROOT)}: {node.name} is too long"
+
+
+def test_readme_shows_what_its_sources_say():
+    """The generated tables of README.md are current."""
+    script = runpy.run_path(str(ROOT / "scripts" / "readme_tables.py"))
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert script["render"](readme) == readme
+    assert "<!-- bench -->" in readme
+    assert "| extract all layers |" in readme
+
+
+def test_readme_links_lead_somewhere():
+    """Every file that README.md names exists."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    links = re.findall(r"\]\(([^)#:]+)\)", readme)
+    assert links
+    for link in links:
+        assert (ROOT / link).exists(), link

@@ -38,7 +38,7 @@ def by_hand(train, labels, test, k, temperature, num_classes):
 @st.composite
 def cases(draw):
     """Small sets whose rows repeat often, among them zero rows."""
-    num_classes, dim = draw(st.integers(1, 7)), draw(st.integers(1, 9))
+    num_classes, dim = draw(st.integers(1, 7)), draw(st.sampled_from([1, 2, 5, 70, 300]))
     generator = np.random.default_rng(draw(st.integers(0, 2**32)))
     pool = generator.standard_normal((draw(st.integers(1, 6)), dim)).astype(np.float32)
     pool[0] *= draw(st.sampled_from([0, 1]))

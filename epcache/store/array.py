@@ -88,9 +88,11 @@ class TokenArray:
             out = np.empty(shape, np.float16)
         elif out.shape != shape or out.dtype != np.float16:
             raise ValueError(f"out is {out.dtype} {out.shape}, expected float16 {shape}")
+        # Neighbours are copied together, so one loop serves reading in order and at random.
         parts, local = np.divmod(index, self._shards.part_rows(self.spec))
-        for start, stop in runs_of_equal(parts):
-            copy_rows(self._part(int(parts[start])), local[start:stop], out[start:stop])
+        for start, stop in runs_of_neighbours(index, parts):
+            first = int(local[start])
+            out[start:stop] = self._part(int(parts[start]))[first : first + stop - start]
         return out
 
     def _slice(self, start: int, stop: int, step: int) -> NDArray[np.float16]:
@@ -194,14 +196,13 @@ def map_shard(
     return mapped, index
 
 
-def copy_rows(
-    source: NDArray[np.float16], rows: NDArray[np.int64], out: NDArray[np.float16]
-) -> None:
-    """``out[:] = source[rows]``, as one copy where the rows are consecutive."""
-    if rows[-1] - rows[0] == len(rows) - 1 and (np.diff(rows) == 1).all():
-        out[:] = source[rows[0] : rows[-1] + 1]
-    else:
-        np.take(source, rows, axis=0, out=out, mode="clip")  # "raise" would buffer all of out
+def runs_of_neighbours(
+    index: NDArray[np.int64], parts: NDArray[np.int64]
+) -> Iterator[tuple[int, int]]:
+    """Borders [start, stop) of the runs of consecutive rows that lie in one part."""
+    breaks = (np.diff(index) != 1) | (np.diff(parts) != 0)
+    if len(index):
+        yield from itertools.pairwise([0, *(np.flatnonzero(breaks) + 1).tolist(), len(index)])
 
 
 def runs_of_equal(values: NDArray[np.int64]) -> Iterator[tuple[int, int]]:

@@ -1,0 +1,69 @@
+"""Fill the generated parts of README.md: the demo's output and this machine's figures.
+
+    python scripts/readme_tables.py --bench figures.json   # epcache bench --json > figures.json
+    python scripts/readme_tables.py --demo demo.txt        # epcache demo > demo.txt 2>&1
+    python scripts/readme_tables.py                        # from what docs/ already has
+
+The sources are kept in docs/, and a test holds that README.md shows what they say.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+BENCH, DEMO = ROOT / "docs" / "bench.json", ROOT / "docs" / "demo.txt"
+
+
+def bench_table(result: dict[str, Any]) -> str:
+    """The figures as Markdown, with what they were measured on."""
+    lines = [
+        "| figure | ours | reference | ratio | target | n | the reference is |",
+        "|---|---:|---:|---:|---:|---:|---|",
+    ]
+    for figure in result["figures"]:
+        about = figure["what"] + (f" ({figure['note']})" if figure["note"] else "")
+        lines.append(
+            f"| {figure['name']} | {figure['ours']:.3g} {figure['unit']} | "
+            f"{figure['reference']:.3g} {figure['unit']} | {figure['ratio']:.2f} | "
+            f"{figure['target']} | {figure['num_repeats']} | {about} |"
+        )
+    hardware = ", ".join(f"{name} {value}" for name, value in result["hardware"].items())
+    return "\n".join([*lines, "", f"`epcache bench` on {hardware}."])
+
+
+def fill(text: str, name: str, content: str) -> str:
+    """Replace what stands between ``<!-- name -->`` and ``<!-- /name -->``."""
+    opening, closing = f"<!-- {name} -->", f"<!-- /{name} -->"
+    pattern = re.compile(f"{re.escape(opening)}.*?{re.escape(closing)}", re.DOTALL)
+    return pattern.sub(lambda _: f"{opening}\n{content}\n{closing}", text)
+
+
+def render(readme: str) -> str:
+    """README.md as its sources say it."""
+    demo = DEMO.read_text(encoding="utf-8").rstrip()
+    readme = fill(readme, "demo", f"```console\n$ epcache demo\n{demo}\n```")
+    return fill(readme, "bench", bench_table(json.loads(BENCH.read_text(encoding="utf-8"))))
+
+
+def main() -> None:
+    """Take new sources where they are given, then write README.md."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--bench", type=Path)
+    parser.add_argument("--demo", type=Path)
+    options = parser.parse_args()
+    if options.bench:
+        result = json.loads(options.bench.read_text())
+        BENCH.write_text(json.dumps(result, indent=1) + "\n")
+    if options.demo:
+        DEMO.write_text(options.demo.read_text())
+    readme = ROOT / "README.md"
+    readme.write_text(render(readme.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
