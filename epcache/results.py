@@ -1,7 +1,8 @@
 """Results as they are kept: one row per probe in JSON lines, and a folder per run beside them.
 
-<home>/results/rows.jsonl           one object a line, appended and fsynced; finished rows survive
-<home>/results/runs/<run>/          config.json, curve.json, best.safetensors, last.safetensors
+``<home>/results/rows.jsonl`` gets one object a line, appended and fsynced: finished rows survive a
+crash. ``<home>/results/runs/<run>/`` holds ``config.json``, ``curve.json``, ``best.safetensors``
+and ``last.safetensors``.
 """
 
 from __future__ import annotations
