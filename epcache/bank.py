@@ -86,7 +86,9 @@ class Stack:
     def keep(self, index: Sequence[int]) -> None:
         """Drop all probes but these; the optimizer drops their parameters."""
         self.members = [self.members[i] for i in index]
-        rows = torch.tensor(index, device=next(iter(self.params.values())).device)
+        rows = torch.tensor(
+            index, dtype=torch.int64, device=next(iter(self.params.values())).device
+        )
         self.buffers = {name: value[rows] for name, value in self.buffers.items()}
 
     def state(self, index: int) -> State:
