@@ -40,7 +40,8 @@ def stream_is_terminal(stderr: bool) -> bool:
 
 def error(text: str) -> None:
     """One red line."""
-    screen(stderr=True).print(f"[red]error:[/red] {escape(text)}", soft_wrap=True)
+    wrap = not stream_is_terminal(stderr=True)
+    screen(stderr=True).print(f"[red]error:[/red] {escape(text)}", soft_wrap=wrap)
 
 
 def note(text: str) -> None:
@@ -130,9 +131,8 @@ class ExtractView:
 
     def message(self, text: str) -> None:
         """One line; above the bar where there is one."""
-        (self._bar.console if self._bar else screen(stderr=True)).print(
-            f"[dim]{escape(text)}[/dim]", soft_wrap=True
-        )
+        console = self._bar.console if self._bar else screen(stderr=True)
+        console.print(f"[dim]{escape(text)}[/dim]", soft_wrap=not self._terminal)
 
     def plan(self, plan: ExtractPlan, committed: int) -> None:
         """What is about to happen."""

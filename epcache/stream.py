@@ -11,8 +11,8 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol
 
 import numpy as np
 import torch
@@ -33,6 +33,45 @@ WINDOW_BLOCKS = 32
 """A streamed window is 1,024 rows: mixed well, and 200 MB of ViT-S/14 or 540 MB of ViT-L/14."""
 
 READ_AHEAD = 2
+CHUNK_ROWS = 256
+"""Rows that are finished at a time while a source is read from end to end."""
+
+
+class Source(Protocol):
+    """Finished tokens by position: of a store, or pooled once and kept."""
+
+    def __len__(self) -> int:
+        """Number of rows."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of one image."""
+
+    @property
+    def dim(self) -> int:
+        """Token width D."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of finished tokens."""
+
+    @property
+    def labels(self) -> Tensor:
+        """(n,) int64."""
+
+    def read(self, positions: NDArray[np.int64], *, view: int = 0) -> Tensor:
+        """Finished tokens (B, N, D) of the rows at these positions."""
+
+    def subset(self, positions: NDArray[np.int64]) -> Source:
+        """The same tokens of fewer rows."""
+
+    def release(self) -> None:
+        """Give back what reading has put into memory; the next read fetches it again."""
+
+
+def num_bytes(source: Source) -> int:
+    """Memory of all finished tokens of a view."""
+    return len(source) * source.num_tokens * source.dim * source.dtype.itemsize
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,11 +115,6 @@ class TokenSource:
         return self.split.layer(self.layer).shape.dim
 
     @property
-    def num_bytes(self) -> int:
-        """Memory of all finished tokens."""
-        return len(self) * self.num_tokens * self.dim * self.dtype.itemsize
-
-    @property
     def labels(self) -> Tensor:
         """(n,) int64, by position in ``rows``."""
         return torch.from_numpy(self.split.labels[self.rows])
@@ -99,6 +133,74 @@ class TokenSource:
         if self.norm is not None:
             tokens = self.norm(tokens)
         return tokens.to(self.dtype)
+
+    def subset(self, positions: NDArray[np.int64]) -> TokenSource:
+        """The same tokens of fewer rows."""
+        return replace(self, rows=self.rows[positions])
+
+    def release(self) -> None:
+        """Let go of the pages of the store that were read, so that they do not pile up."""
+        self.split.store.release()
+
+
+@dataclass(frozen=True, kw_only=True)
+class PooledSource:
+    """One vector an image, pooled once by a pooler without parameters and kept."""
+
+    features: tuple[Tensor, ...]
+    """For each view (n, 1, D) float32: images of one token, which such poolers leave as it is."""
+    labels: Tensor
+    """(n,) int64."""
+
+    @classmethod
+    def of(cls, source: TokenSource, *, num_views: int) -> PooledSource:
+        """Mean over the tokens of every row; of a single token, the token."""
+        source = replace(source, dtype=torch.float32)
+        features = []
+        for view in range(num_views):
+            parts = [source.read(part, view=view).mean(1, keepdim=True) for part in chunks(source)]
+            features.append(torch.cat(parts) if parts else torch.zeros(0, 1, source.dim))
+        return cls(features=tuple(features), labels=source.labels)
+
+    def __len__(self) -> int:
+        """Number of rows."""
+        return len(self.labels)
+
+    @property
+    def num_tokens(self) -> int:
+        """One."""
+        return 1
+
+    @property
+    def dim(self) -> int:
+        """Token width D."""
+        return self.features[0].shape[2]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """float32."""
+        return self.features[0].dtype
+
+    def read(self, positions: NDArray[np.int64], *, view: int = 0) -> Tensor:
+        """Pooled vectors (B, 1, D)."""
+        return self.features[view][torch.from_numpy(positions)]
+
+    def subset(self, positions: NDArray[np.int64]) -> PooledSource:
+        """The same vectors of fewer rows."""
+        index = torch.from_numpy(positions)
+        return PooledSource(
+            features=tuple(values[index] for values in self.features), labels=self.labels[index]
+        )
+
+    def release(self) -> None:
+        """Nothing: it lies in memory on purpose."""
+
+
+def chunks(source: Source) -> Iterator[NDArray[np.int64]]:
+    """All positions of a source, some at a time; pages are let go of on the way."""
+    for start in range(0, len(source), CHUNK_ROWS):
+        yield np.arange(start, min(start + CHUNK_ROWS, len(source)))
+        source.release()
 
 
 def take(array: TokenArray, rows: NDArray[np.int64]) -> Tensor:
@@ -120,7 +222,7 @@ class TokenStream:
 
     def __init__(
         self,
-        source: TokenSource,
+        source: Source,
         *,
         batch_size: int,
         device: torch.device | str = "cpu",
@@ -135,13 +237,21 @@ class TokenStream:
         self.device = torch.device(device)
         self.order_seed = order_seed
         self.num_views = num_views
-        self.resident = source.num_bytes * num_views <= budget_bytes
+        self.resident = self.num_bytes <= budget_bytes
+        batch_bytes = num_bytes(source) // max(1, len(source)) * batch_size
+        self.read_ahead = READ_AHEAD if 4 * batch_bytes <= budget_bytes else 1
+        """Batches that wait; one where batches are large beside the budget."""
         self._kept: dict[int, Tensor] = {}
         self._labels = source.labels
 
     def __len__(self) -> int:
         """Number of rows."""
         return len(self.source)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of all that the stream reads."""
+        return num_bytes(self.source) * self.num_views
 
     def num_steps(self, *, drop_last: bool) -> int:
         """Training batches an epoch."""
@@ -189,9 +299,8 @@ class TokenStream:
             kept = torch.empty(
                 (len(source), source.num_tokens, source.dim), dtype=source.dtype, device=self.device
             )
-            for start in range(0, len(source), 256):
-                positions = np.arange(start, min(start + 256, len(source)))
-                kept[start : start + len(positions)] = source.read(positions, view=view)
+            for part in chunks(source):
+                kept[part[0] : part[-1] + 1] = source.read(part, view=view)
             self._kept[view] = kept
         return self._kept[view]
 
@@ -202,7 +311,7 @@ class ReadAhead:
     def __init__(self, stream: TokenStream, batches: list[NDArray[np.int64]], view: int) -> None:
         self._stream, self._batches, self._view = stream, batches, view
         self._ready: queue.Queue[tuple[Tensor, Tensor] | BaseException | None]
-        self._ready = queue.Queue(READ_AHEAD)
+        self._ready = queue.Queue(stream.read_ahead)
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="token-stream", daemon=True)
 
@@ -225,11 +334,17 @@ class ReadAhead:
 
     def _run(self) -> None:
         try:
+            unreleased = 0
             for positions in self._batches:
+                unreleased += len(positions)
+                if unreleased > BLOCK_ROWS * WINDOW_BLOCKS:  # a window is behind
+                    self._stream.source.release()
+                    unreleased = len(positions)
                 tokens = self._stream.source.read(positions, view=self._view)
                 labels = self._stream._labels[torch.from_numpy(positions)]
                 if not self._put((self._to_device(tokens), self._to_device(labels))):
                     return
+            self._stream.source.release()
             self._put(None)
         except BaseException as error:
             self._put(error)

@@ -57,10 +57,11 @@ class Outcome:
     """After each epoch, on the rows it is judged by; a fraction."""
     top5: list[float] = field(default_factory=list)
     best_epoch: int | None = None
-    """From 0; the first of the best epochs."""
+    """From 0; the first of the best epochs on the rows it is judged by."""
     problem: str | None = None
     """Why it was dropped: None for a probe that trained to the end."""
     best_state: State = field(default_factory=dict)
+    """At the best epoch, or at the one that ``Fit`` was told to keep."""
     last_state: State = field(default_factory=dict)
 
 
@@ -73,6 +74,7 @@ class Fit:
         judge: Rows whose accuracy is taken after every epoch.
         schedule: Epochs and the like.
         checkpoint: File to go on from and to write after every epoch; None keeps none.
+        keep_epochs: For each trainee the epoch whose state is kept; None keeps its best.
     """
 
     def __init__(
@@ -83,8 +85,10 @@ class Fit:
         schedule: Schedule,
         *,
         checkpoint: Path | None = None,
+        keep_epochs: Sequence[int] | None = None,
     ) -> None:
         self.bank, self.train, self.judge, self.schedule = bank, train, judge, schedule
+        self.keep_epochs = keep_epochs
         self.outcomes = [Outcome() for _ in bank.trainees]
         self.checkpoint = checkpoint
         self.epoch = 0
@@ -174,8 +178,10 @@ class Fit:
                 outcome.top1.append(top1[member])
                 outcome.top5.append(top5[member])
                 best = outcome.best_epoch
-                if best is None or top1[member] > outcome.top1[best]:
+                better = best is None or top1[member] > outcome.top1[best]
+                if better:
                     outcome.best_epoch = self.epoch
+                if better if self.keep_epochs is None else self.epoch == self.keep_epochs[member]:
                     outcome.best_state = stack.state(row)
                 if self.epoch + 1 == self.schedule.epochs:
                     outcome.last_state = stack.state(row)
@@ -223,6 +229,10 @@ class Fit:
                 _, member, key = name.split("/", 2)
                 self.outcomes[int(member)].best_state[key] = value
         self._restore_stacks(about["members"], tensors)
+        if self.epoch == self.schedule.epochs:
+            for stack in self.bank.stacks:
+                for row, trained in enumerate(stack.members):
+                    self.outcomes[trained].last_state = stack.state(row)
 
     def _restore_stacks(
         self, members: Sequence[Sequence[int]], tensors: Mapping[str, Tensor]
@@ -253,7 +263,7 @@ class Fit:
 
     def _key(self) -> str:
         trainees = [{**asdict(t), "options": dict(t.options)} for t in self.bank.trainees]
-        return json.dumps([trainees, asdict(self.schedule)], sort_keys=True)
+        return json.dumps([trainees, asdict(self.schedule), self.keep_epochs], sort_keys=True)
 
 
 @torch.no_grad()

@@ -140,6 +140,16 @@ class ShardCache:
                 self._open.popitem(last=False)  # a view that is still used keeps its map alive
         return found
 
+    def release(self) -> None:
+        """Unload the pages of all maps; views of them stay valid and fetch pages anew."""
+        with self._lock:
+            for values in self._open.values():
+                base: Any = values
+                while isinstance(base, np.ndarray | memoryview):
+                    base = base.base if isinstance(base, np.ndarray) else base.obj
+                if isinstance(base, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
+                    base.madvise(mmap.MADV_DONTNEED)
+
     def _most(self, array: TokenArraySpec) -> int:
         if array.geometry.compress:
             return max(1, DECODED_BYTES // array.chunk_bytes)

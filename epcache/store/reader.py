@@ -65,6 +65,13 @@ class Store:
         path = self.path / FINAL_NORM
         return path if path.exists() else None
 
+    def release(self) -> None:
+        """Drop the pages of shards that were read from this process's memory.
+
+        Arrays stay valid: a page that is looked at again is read again.
+        """
+        self._shards.release()
+
     def resolve_layer(self, layer: int) -> int:
         """A stored block index; negative ones count from the backbone's end.
 
