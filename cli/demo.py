@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from epcache.cli import render
+from epcache.cli import render_store
 from epcache.cli.options import Json, print_json
 
 
@@ -12,12 +12,12 @@ def demo(json: Json = False) -> None:
     """Run the whole pipeline on bundled weights and data: no network, no options."""
     from epcache.pipelines import demo as pipeline
 
-    with render.ExtractView() as view:
+    with render_store.ExtractView() as view:
         result = pipeline.demo(view)
     if json:
         print_json(result)
     else:
-        render.extracted(result["extract"])
+        render_store.extracted(result["extract"])
 
 
 def register(app: typer.Typer) -> None:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from epcache.cli import render
+from epcache.cli import render_store
 from epcache.cli.options import Json, comma_list, print_json, share
 
 
@@ -101,7 +101,7 @@ def extract(
         world_size=world_size,
         command=shlex.join(["epcache", *rerun_arguments(context.obj)]),
     )
-    with render.ExtractView() as view:
+    with render_store.ExtractView() as view:
         if dry_run:
             result = pipeline.estimate(config, view)
         else:
@@ -114,9 +114,9 @@ def extract(
     if json:
         print_json(result)
     elif dry_run:
-        render.estimate(result, config.command)
+        render_store.estimate(result, config.command)
     else:
-        render.extracted(result)
+        render_store.extracted(result)
 
 
 def rerun_arguments(arguments: list[str]) -> list[str]:

@@ -8,7 +8,7 @@ import traceback
 
 import typer
 
-from epcache.cli import bench, catalog, demo, extract, features, poolers, store
+from epcache.cli import bench, catalog, demo, extract, features, poolers, probe, store
 from epcache.errors import EpcacheError
 
 app = typer.Typer(
@@ -19,7 +19,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-for module in (demo, extract, store, features, catalog, poolers, bench):
+for module in (demo, extract, store, probe, features, catalog, poolers, bench):
     module.register(app)
 
 

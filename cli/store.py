@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from epcache.cli import render
+from epcache.cli import render, render_store
 from epcache.cli.options import Json, print_json
 
 StorePath = Annotated[
@@ -25,7 +25,7 @@ def info(store: StorePath = None, json: Json = False) -> None:
     if json:
         print_json(result)
     else:
-        render.info(result)
+        render_store.info(result)
 
 
 def verify(store: StorePath = None, json: Json = False) -> None:
@@ -46,7 +46,7 @@ def verify(store: StorePath = None, json: Json = False) -> None:
             }
         )
     else:
-        render.verified(path, found)
+        render_store.verified(path, found)
     if not found.ok:
         raise typer.Exit(1)
 

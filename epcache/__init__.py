@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from epcache.backbone import load_backbone
     from epcache.errors import EpcacheError
     from epcache.manifest import load_manifest
+    from epcache.poolers import make_pooler
+    from epcache.probing import ProbeConfig, fit_probes
+    from epcache.runs import load_probe
     from epcache.store.reader import open_store
     from epcache.store.verify import verify_store
 
@@ -20,13 +23,27 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "EpcacheError": "epcache.errors",
+    "ProbeConfig": "epcache.probing",
+    "fit_probes": "epcache.probing",
     "load_backbone": "epcache.backbone",
     "load_manifest": "epcache.manifest",
+    "load_probe": "epcache.runs",
+    "make_pooler": "epcache.poolers",
     "open_store": "epcache.store.reader",
     "verify_store": "epcache.store.verify",
 }
 
-__all__ = ["EpcacheError", "load_backbone", "load_manifest", "open_store", "verify_store"]
+__all__ = [
+    "EpcacheError",
+    "ProbeConfig",
+    "fit_probes",
+    "load_backbone",
+    "load_manifest",
+    "load_probe",
+    "make_pooler",
+    "open_store",
+    "verify_store",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -37,7 +37,7 @@ STREAM_FIELDS = (
     "order_seed",
     "holdout",
 )
-"""The fields of ``ProbeConfig`` that all probes of a pass share; the others are each probe's own."""
+"""The fields of ``ProbeConfig`` that the probes of a pass share; the others are each its own."""
 
 FREE_POOLERS = ("cls", "gap")
 """Without parameters (gap: unless it projects), so that tokens are pooled once for all epochs."""
@@ -128,7 +128,9 @@ class ProbeConfig:
         for name in self.options:
             if name not in allowed:
                 takes = ", ".join(allowed) or "no options"
-                raise ConfigError(f"options: pooler {self.pooler} has no {name!r}; it takes {takes}")
+                raise ConfigError(
+                    f"options: pooler {self.pooler} has no {name!r}; it takes {takes}"
+                )
 
     @property
     def pooler_options(self) -> dict[str, Any]:

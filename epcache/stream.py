@@ -56,6 +56,10 @@ class Source(Protocol):
         """Type of finished tokens."""
 
     @property
+    def num_bytes(self) -> int:
+        """Memory of all finished tokens of a view."""
+
+    @property
     def labels(self) -> Tensor:
         """(n,) int64."""
 
@@ -67,11 +71,6 @@ class Source(Protocol):
 
     def release(self) -> None:
         """Give back what reading has put into memory; the next read fetches it again."""
-
-
-def num_bytes(source: Source) -> int:
-    """Memory of all finished tokens of a view."""
-    return len(source) * source.num_tokens * source.dim * source.dtype.itemsize
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +112,11 @@ class TokenSource:
     def dim(self) -> int:
         """Token width D."""
         return self.split.layer(self.layer).shape.dim
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of all finished tokens of a view."""
+        return len(self) * self.num_tokens * self.dim * self.dtype.itemsize
 
     @property
     def labels(self) -> Tensor:
@@ -181,6 +185,11 @@ class PooledSource:
         """float32."""
         return self.features[0].dtype
 
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the vectors of a view."""
+        return self.features[0].nbytes
+
     def read(self, positions: NDArray[np.int64], *, view: int = 0) -> Tensor:
         """Pooled vectors (B, 1, D)."""
         return self.features[view][torch.from_numpy(positions)]
@@ -238,7 +247,7 @@ class TokenStream:
         self.order_seed = order_seed
         self.num_views = num_views
         self.resident = self.num_bytes <= budget_bytes
-        batch_bytes = num_bytes(source) // max(1, len(source)) * batch_size
+        batch_bytes = source.num_bytes // max(1, len(source)) * batch_size
         self.read_ahead = READ_AHEAD if 4 * batch_bytes <= budget_bytes else 1
         """Batches that wait; one where batches are large beside the budget."""
         self._kept: dict[int, Tensor] = {}
@@ -251,7 +260,7 @@ class TokenStream:
     @property
     def num_bytes(self) -> int:
         """Memory of all that the stream reads."""
-        return num_bytes(self.source) * self.num_views
+        return self.source.num_bytes * self.num_views
 
     def num_steps(self, *, drop_last: bool) -> int:
         """Training batches an epoch."""

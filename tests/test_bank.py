@@ -138,7 +138,7 @@ def test_a_probe_in_company_equals_the_probe_alone(pooler, optimizer):
     for trainee, outcome in zip(trainees, outcomes, strict=True):
         probe, losses = train_alone(trainee, stream, schedule)
         assert outcome.train_loss == pytest.approx(losses, rel=1e-4)
-        assert_states_equal(outcome.last_state, probe)
+        assert_states_equal(outcome.last_state, probe, 1e-3 if pooler == "cait" else 2e-4)
         probe.eval()
         with torch.no_grad():
             right = (probe(stream.tokens).argmax(1) == stream.labels).float().mean().item()
