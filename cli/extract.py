@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import shlex
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from epcache.cli import render_store
-from epcache.cli.options import Json, comma_list, print_json, share
+from epcache.cli.options import Json, comma_list, print_json, share, some
+from epcache.errors import ConfigError
 
 
 def extract(
@@ -64,10 +68,12 @@ def extract(
         str, typer.Option(help="Largest share of a split that may be undecodable.")
     ] = "1%",
     seed: Annotated[int, typer.Option(help="Of the stored order and the augmented views.")] = 0,
-    rank: Annotated[int, typer.Option(envvar="RANK", help="This process among --world-size.")] = 0,
+    rank: Annotated[
+        int | None, typer.Option(help="This process among --world-size. [default: $RANK]")
+    ] = None,
     world_size: Annotated[
-        int, typer.Option(envvar="WORLD_SIZE", help="Processes that share the work.")
-    ] = 1,
+        int | None, typer.Option(help="Processes that share the work. [default: $WORLD_SIZE]")
+    ] = None,
     json: Json = False,
 ) -> None:
     """Run a frozen backbone once and keep its tokens in a store.
@@ -77,6 +83,7 @@ def extract(
     from epcache.pipelines import extract as pipeline
     from epcache.plan import ExtractConfig
 
+    rank, world_size = ranks(rank, world_size)
     config = ExtractConfig(
         backbone=backbone,
         dataset=dataset,
@@ -85,7 +92,7 @@ def extract(
         layers=layers,
         image_size=image_size,
         views=views,
-        splits=comma_list(split),
+        splits=some(comma_list(split), split, "--split"),
         shard_rows=shard_rows,
         compress=compress,
         limit=limit,
@@ -101,7 +108,8 @@ def extract(
         world_size=world_size,
         command=shlex.join(["epcache", *rerun_arguments(context.obj)]),
     )
-    with render_store.ExtractView() as view:
+    # A backbone of the user's own may print; stdout is for our one object.
+    with render_store.ExtractView() as view, contextlib.redirect_stdout(sys.stderr):
         if dry_run:
             result = pipeline.estimate(config, view)
         else:
@@ -117,6 +125,38 @@ def extract(
         render_store.estimate(result, config.command)
     else:
         render_store.extracted(result)
+
+
+def ranks(rank: int | None, world_size: int | None) -> tuple[int, int]:
+    """Which part of the work is ours: from the options, else from what a launcher sets.
+
+    Raises:
+        ConfigError: One of the two is given without the other, or is no number.
+    """
+    source = ("--rank", "--world-size")
+    if rank is None and world_size is None:
+        source = ("$RANK", "$WORLD_SIZE")
+        rank, world_size = (from_environment(name) for name in ("RANK", "WORLD_SIZE"))
+    if rank is None and world_size is None:
+        return 0, 1
+    if rank is None or world_size is None:
+        have, lack = source if world_size is None else source[::-1]
+        raise ConfigError(
+            f"{have} is set and {lack} is not; set both for a run that shares its work, or none"
+        )
+    return rank, world_size
+
+
+def from_environment(name: str) -> int | None:
+    """A whole number that a launcher set, or None.
+
+    Raises:
+        ConfigError: It is no number.
+    """
+    text = os.environ.get(name)
+    if text is not None and not text.isdecimal():
+        raise ConfigError(f"${name} is {text!r} in the environment: expected a whole number")
+    return None if text is None else int(text)
 
 
 def rerun_arguments(arguments: list[str]) -> list[str]:

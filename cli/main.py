@@ -45,10 +45,18 @@ def main(arguments: list[str] | None = None) -> None:
     arguments = [argument for argument in arguments if argument != "--debug"]
     try:
         app(arguments, prog_name="epcache", obj=arguments)  # exits by itself, with 2 for usage
+    except SystemExit as stop:
+        words = {2: "wrong usage; stderr says what", 130: "interrupted"}
+        if json_too and stop.code in words:
+            print(json.dumps({"error": words[int(stop.code)]}))
+        raise
     except EpcacheError as error:
         fail(str(error), json_too=json_too, debug=debug)
     except BrokenPipeError:
         sys.stderr.close()  # the reader of our output has left; nothing is lost
+    except OSError as error:
+        place = f" {error.filename}" if error.filename else ""
+        fail(f"cannot use{place}: {error.strerror or error}", json_too=json_too, debug=debug)
     except Exception as error:
         text = f"unexpected {type(error).__name__}: {error} (a fault of epcache; see --debug)"
         fail(text, json_too=json_too, debug=debug)

@@ -19,6 +19,17 @@ def comma_list(values: Sequence[str] | None) -> tuple[str, ...]:
     return tuple(part for part in parts if part)
 
 
+def some(values: tuple[str, ...], given: Sequence[str] | None, option: str) -> tuple[str, ...]:
+    """The list, unless the option was given and names nothing (an unset shell variable, say).
+
+    Raises:
+        typer.BadParameter: It names nothing.
+    """
+    if given and not values:
+        raise typer.BadParameter(f"{option} is given and names nothing")
+    return values
+
+
 def share(text: str) -> float:
     """``1%`` or ``0.01``.
 

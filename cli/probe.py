@@ -88,19 +88,10 @@ def probe(
     from epcache.pipelines.store import find_store
 
     shared = {
-        "layer": layer,
-        "tokens": tokens,
-        "norm": norm,
-        "recipe": recipe,
-        "optimizer": optimizer,
-        "epochs": epochs,
-        "batch_size": batch_size,
-        "label_smoothing": label_smoothing,
-        "shots": shots,
-        "views": views,
-        "order_seed": order_seed,
-        "holdout": share(holdout),
-    }
+        "layer": layer, "tokens": tokens, "norm": norm, "recipe": recipe, "optimizer": optimizer,
+        "epochs": epochs, "batch_size": batch_size, "label_smoothing": label_smoothing,
+        "shots": shots, "views": views, "order_seed": order_seed, "holdout": share(holdout),
+    }  # fmt: skip
     request = pipeline.ProbeRequest(
         configs=pipeline.make_configs(
             comma_list(pooler) or ("ep",),

@@ -11,6 +11,8 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
+from epcache.store.files import format_bytes
+
 if TYPE_CHECKING:
     from epcache.catalog import BackboneEntry
     from epcache.layouts.info import DatasetInfo
@@ -75,16 +77,6 @@ def next_step(done: str, command: str) -> None:
     console.print(f"next: [bold]{escape(command)}[/bold]", soft_wrap=True)
 
 
-def gigabytes(num_bytes: float) -> str:
-    """``1.23 GB``, ``45.6 MB`` or ``7.8 KB``, powers of ten."""
-    unit, size = next(
-        ((unit, size) for unit, size in (("GB", 1e9), ("MB", 1e6)) if num_bytes >= size),
-        ("KB", 1e3),
-    )
-    number = num_bytes / size
-    return f"{number:,.0f} {unit}" if number >= 1e3 else f"{number:.3g} {unit}"
-
-
 def duration(seconds: float) -> str:
     """``0:42`` or ``3:07:21``."""
     minutes, rest = divmod(round(seconds), 60)
@@ -118,7 +110,7 @@ class ByteProgress:
 
     def update(self, done: int, total: int) -> None:
         """Bytes read of bytes to read."""
-        text = f"{gigabytes(done)} of {gigabytes(total)}"
+        text = f"{format_bytes(done)} of {format_bytes(total)}"
         self._bar.update(self._task, completed=done, total=total, text=text)
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from epcache.cli.render import facts, next_step, note, table
 
 if TYPE_CHECKING:
-    from epcache.pipelines.features import Study
+    from epcache.pipelines.readout import Study
     from epcache.results import Row
 
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from epcache.pipelines.probe import ProbeStudy
     from epcache.results import Row
-    from epcache.selection import EpochReport
+    from epcache.watch import EpochReport
 
 SHOWN = 30
 """Rows of a table; ``rows.jsonl`` has all."""

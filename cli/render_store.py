@@ -16,13 +16,13 @@ from epcache.cli.render import (
     duration,
     error,
     facts,
-    gigabytes,
     next_step,
     note,
     screen,
     stream_is_terminal,
     table,
 )
+from epcache.store.files import format_bytes
 from epcache.store.reader import format_ranges
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ class ExtractView:
         now = time.monotonic()
         rate = progress.num_images / max(now - self._started, 1e-9)
         left = (self._total - progress.num_images) / max(rate, 1e-9)
-        text = f"{rate:.1f} images/s  {gigabytes(progress.num_bytes)}  {duration(left)} left"
+        text = f"{rate:.1f} images/s  {format_bytes(progress.num_bytes)}  {duration(left)} left"
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=progress.num_images, rate=text)
         elif now - self._shown >= PLAIN_SECONDS:
@@ -131,17 +131,23 @@ def plan_facts(plan: ExtractPlan, committed: int) -> list[tuple[str, str]]:
             f"--norm auto will mean {backbone.norm_policy}",
         ),
         ("data", f"{manifest.name}: {rows} images, {len(manifest.classes):,} classes"),
-        ("run", f"{plan.device}, {plan.precision}, batches of {plan.batch_size}"),
+        ("run", f"{plan.device}, {plan.precision}, batches of {plan.batch_size}{share_of(plan)}"),
         (
             "store",
-            f"{plan.store_path}: {gigabytes(spec.num_bytes)} of float16"
+            f"{plan.store_path}: {format_bytes(spec.num_bytes)} of float16"
             + (" before compression" if spec.geometry.compress else "")
             + f", {spec.geometry.shard_rows} images a shard",
         ),
     ]
     if committed:
-        facts.append(("", f"{gigabytes(committed)} are committed already; going on from there"))
+        facts.append(("", f"{format_bytes(committed)} are committed already; going on from there"))
     return facts
+
+
+def share_of(plan: ExtractPlan) -> str:
+    """``, rank 0 of 4``, or nothing for a run of its own."""
+    config = plan.config
+    return f", rank {config.rank} of {config.world_size}" if config.world_size > 1 else ""
 
 
 def load_lines(report: LoadReport) -> list[str]:
@@ -164,7 +170,7 @@ def estimate(result: Mapping[str, Any], command: str) -> None:
     """The end of a dry run."""
     facts(
         [
-            ("free", f"{gigabytes(result['free_bytes'])} for {gigabytes(result['bytes'])}"),
+            ("free", f"{format_bytes(result['free_bytes'])} for {format_bytes(result['bytes'])}"),
             (
                 "time",
                 f"about {duration(result['seconds'])} at {result['images_per_second']:.1f} "
@@ -191,7 +197,7 @@ def extracted(result: Mapping[str, Any]) -> None:
     if result["images_per_second"]:
         note(f"{result['images_per_second']:.1f} images/s, {duration(result['seconds'])} in all")
     next_step(
-        f"sealed {result['store']} ({splits}; {gigabytes(result['bytes'])})",
+        f"sealed {result['store']} ({splits}; {format_bytes(result['bytes'])})",
         f"epcache verify {shlex.quote(result['store'])}",
     )
 
@@ -223,7 +229,7 @@ def info(result: Mapping[str, Any]) -> None:
             ),
             ("layers", f"{format_ranges(result['layers'])} of {backbone['num_layers']} blocks"),
             ("norm", f"raw block output is stored; --norm auto means {backbone['norm_policy']}"),
-            ("size", gigabytes(result["bytes"])),
+            ("size", format_bytes(result["bytes"])),
             ("made by", f"epcache {provenance['epcache_version']}: {provenance['command']}"),
             ("on", ", ".join(f"{k} {v}" for k, v in provenance["environment"].items())),
         ]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from epcache.architectures.origin import Origin, find_origin
 from epcache.architectures.timm_models import Outline, layer_shapes, num_params, one_line, seeded
 from epcache.catalog import BackboneEntry, list_backbones, resolve_layers
-from epcache.errors import ConfigError
+from epcache.errors import ConfigError, NumericError
 from epcache.norm import find_final_norm
 from epcache.selfcheck import SelfCheck, compare, not_applicable, nothing_to_compare
 from epcache.store.spec import LayerShape
@@ -139,6 +139,12 @@ class Backbone:
         """
         last = self.num_layers - 1
         tokens = self.tokens(images_BCHW, [last], precision)[last]
+        again = self.tokens(images_BCHW, [last], precision)[last]
+        if not torch.allclose(tokens.patch.float(), again.patch.float(), rtol=1e-2, atol=1e-3):
+            raise NumericError(
+                f"self-check of {self.name} failed: the same images give other tokens each time; "
+                f"it has to be deterministic (dropout off, no sampling)"
+            )
         reason = nothing_to_compare(self._model, self.final_norm)
         if reason or self.final_norm is None:
             return not_applicable(reason, precision)
@@ -202,7 +208,8 @@ def load_backbone(
             raise ConfigError(f"backbone {name} brings its own weights; leave --weights out")
         label = f"random:{seed}"
     elif weights is not None:
-        path, label = existing(Path(weights)), Path(weights).name
+        path = existing(Path(weights).expanduser())
+        label = path.name
     elif origin.default_weights is not None:
         path, label = origin.default_weights()
     else:
@@ -261,4 +268,6 @@ def _random_seed(weights: str | Path | None) -> int | None:
     seed = weights.partition(":")[2] or "0"
     if not seed.isdecimal():
         raise ConfigError(f"weights {weights!r}: expected random or random:SEED with a whole SEED")
+    if int(seed) >= 2**63:
+        raise ConfigError(f"weights {weights!r}: SEED must be below 2**63")
     return int(seed)

@@ -184,7 +184,7 @@ class ProbeBank:
         return [
             stack.logits_of(next(pooled), training=training)
             if isinstance(stack, EpStack)
-            else stack.logits(tokens_BND, training=training)
+            else stack.logits(tokens_BND.float(), training=training)
             for stack in self.stacks
         ]
 

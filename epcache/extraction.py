@@ -138,15 +138,36 @@ def half_tokens(
         for key, values in tokens.items():
             halves[key] = values.to(torch.float16)
             halves[key][bad] = 0
-        if all_finite(list(halves.values())):
+        low, high = extremes(list(halves.values()))
+        if low.isfinite().all() and high.isfinite().all():
+            if len(bad) < len(batch.images):
+                refuse_zeros(halves, tokens, (low == high) & (high == 0))
             return {key: half.cpu().numpy() for key, half in halves.items()}
     raise overflow_error(tokens, bad)
 
 
-def all_finite(tensors: Sequence[torch.Tensor]) -> bool:
-    """One pass over the values, one wait for the device: extremes keep NaN and infinity."""
-    extremes = [torch.stack(torch.aminmax(tensor)) for tensor in tensors]
-    return bool(torch.stack(extremes).isfinite().all())
+def extremes(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Smallest and largest value of each (2, n), NaN and infinity kept; one wait for the device."""
+    return torch.stack([torch.stack(torch.aminmax(tensor)) for tensor in tensors], dim=1).cpu()
+
+
+def refuse_zeros(
+    halves: Mapping[tuple[int, str], torch.Tensor],
+    tokens: Mapping[tuple[int, str], torch.Tensor],
+    empty: torch.Tensor,
+) -> None:
+    """A layer that is zero for a whole batch says nothing, or was too small for float16.
+
+    Raises:
+        NumericError: Names the layer.
+    """
+    for (layer, kind), is_empty in zip(halves, empty.tolist(), strict=True):
+        if is_empty:
+            largest = tokens[layer, kind].abs().max().item()
+            raise NumericError(
+                f"layer {layer} ({kind} tokens) is zero for a whole batch in float16 (largest "
+                f"value before: {largest:.3g}); check the weights, or leave it out: --layers"
+            )
 
 
 def overflow_error(

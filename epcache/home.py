@@ -9,7 +9,7 @@ from pathlib import Path
 
 def home_dir() -> Path:
     """``$EPCACHE_HOME``, by default ``./epcache-data``."""
-    return Path(os.environ.get("EPCACHE_HOME") or "epcache-data")
+    return Path(os.environ.get("EPCACHE_HOME") or "epcache-data").expanduser()
 
 
 def store_path(dataset: str, backbone: str, digest: str) -> Path:

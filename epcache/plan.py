@@ -19,7 +19,7 @@ from epcache.dataset import Preprocess
 from epcache.errors import ConfigError, SpaceError
 from epcache.order import store_order
 from epcache.store.documents import read_root
-from epcache.store.files import free_bytes
+from epcache.store.files import PARTIAL, format_bytes, free_bytes
 from epcache.store.spec import Geometry, SplitSpec, StoreSpec, default_shard_rows
 from epcache.store.writer import Samples
 
@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from epcache.manifest import Manifest
 
 PRECISIONS = ("auto", "float32", "bfloat16", "float16")
+MAX_IMAGE_SIZE = 4096
+"""Pixels a side; attention over more patches than that gives fits no machine."""
+
 SPARE_BYTES = 64 * 2**20
 """Room for the small files and the file system's own."""
 
@@ -76,6 +79,8 @@ class ExtractConfig:
             if value is not None and value < 1:
                 option = name.replace("_", "-").replace("num-workers", "workers")
                 raise ConfigError(f"--{option} {value}: expected 1 or more")
+        if self.image_size is not None and not 1 <= self.image_size <= MAX_IMAGE_SIZE:
+            raise ConfigError(f"--image-size {self.image_size}: expected 1 to {MAX_IMAGE_SIZE}")
         if self.precision not in PRECISIONS:
             raise ConfigError(
                 f"--precision {self.precision}: expected one of {', '.join(PRECISIONS)}"
@@ -181,9 +186,9 @@ class ExtractPlan:
         needed, free = self.needed_bytes(committed), free_bytes(self.store_path)
         if needed > free:
             raise SpaceError(
-                f"the store needs {needed / 1e9:.2f} GB more, {free / 1e9:.2f} GB are free at "
-                f"{self.store_path}. Use --out on a larger disk, or fewer --layers, --views or "
-                f"rows (--limit)"
+                f"the store needs {format_bytes(needed)} more ({format_bytes(SPARE_BYTES)} of it "
+                f"to spare), {format_bytes(free)} are free at {self.store_path}. Use --out on a "
+                f"larger disk, or fewer --layers, --views or rows (--limit)"
             )
 
 
@@ -212,6 +217,9 @@ def make_plan(config: ExtractConfig, manifest: Manifest, backbone: Backbone) -> 
         )
         for name, order in orders.items()
     }
+    shard_rows = config.shard_rows or default_shard_rows(shapes, splits)
+    if config.shard_rows:  # more rows than the largest split has would only be padding
+        shard_rows = min(shard_rows, max(split.num_rows for split in splits.values()))
     spec = StoreSpec(
         identity={
             "backbone": backbone.name,
@@ -227,34 +235,81 @@ def make_plan(config: ExtractConfig, manifest: Manifest, backbone: Backbone) -> 
         num_layers=backbone.num_layers,
         splits=splits,
         geometry=Geometry(
-            shard_rows=config.shard_rows or default_shard_rows(shapes, splits),
+            shard_rows=shard_rows,
             compress=config.compress,
         ),
     )
     store_path = config.out or home.store_path(manifest.name, backbone.name, spec.digest)
+    check_place(store_path, manifest.root)
+    batch_size = config.batch_size or (64 if device.startswith("cuda") else 16)
+    spec, batch_size = keep_begun(spec, batch_size, store_path, config)
     return ExtractPlan(
         config=config,
         manifest=manifest,
         backbone=backbone.to(device),
-        spec=keep_geometry(spec, store_path, config),
+        spec=spec,
         store_path=store_path,
         orders=orders,
         device=device,
         precision=precision,
-        batch_size=config.batch_size or (64 if device.startswith("cuda") else 16),
+        batch_size=batch_size,
         num_workers=config.num_workers or os.cpu_count() or 1,
     )
 
 
-def keep_geometry(spec: StoreSpec, store_path: Path, config: ExtractConfig) -> StoreSpec:
-    """A store that was begun keeps its shards: the same spec in the geometry it has.
+def check_place(store_path: Path, data_root: Path | None) -> None:
+    """Refuse a place where a store cannot be, or where it would write over something else.
 
     Raises:
-        ConfigError: The user asks for another geometry, or another store lies at the path.
+        ConfigError: The path is a file, cannot be written, holds or lies among other things.
+    """
+    place = store_path.absolute()
+    if max(len(os.fsencode(part)) for part in place.parts) > 255:
+        raise ConfigError(f"--out {store_path}: the name is too long for a folder (at most 255)")
+    there = place
+    while not os.path.lexists(there):
+        there = there.parent
+    if not there.is_dir():
+        raise ConfigError(f"--out {store_path}: {there} is a file; give a folder for the store")
+    if not os.access(there, os.W_OK):
+        raise ConfigError(f"--out {store_path}: {there} cannot be written; give another place")
+    if data_root is not None:
+        data, store = data_root.resolve(), place.resolve()
+        if data == store or data in store.parents or store in data.parents:
+            raise ConfigError(
+                f"--out {store_path} and the data set {data_root} lie in one another; a store "
+                f"needs a folder of its own"
+            )
+    if place.is_dir() and read_root(place) is None and not is_begun_by_us(place):
+        raise ConfigError(
+            f"--out {store_path} is a folder with other things in it and no store; give a new or "
+            f"an empty one"
+        )
+
+
+def is_begun_by_us(folder: Path) -> bool:
+    """Whether a folder without a root document is empty, or was left by a run that just began.
+
+    Such a run leaves its folder for uncommitted files, which holds one numbered folder a rank.
+    """
+    names = {path.name for path in folder.iterdir()}
+    if not names or names <= {".lock", ".lock.store"}:
+        return True
+    partial = folder / PARTIAL
+    return partial.is_dir() and all(path.name.isdecimal() for path in partial.iterdir())
+
+
+def keep_begun(
+    spec: StoreSpec, batch_size: int, store_path: Path, config: ExtractConfig
+) -> tuple[StoreSpec, int]:
+    """A store that was begun keeps its shards and its batches, so that it ends in the same bytes.
+
+    Raises:
+        ConfigError: The user asks for others, or another store lies at the path.
     """
     root = read_root(store_path)
     if root is None:
-        return spec
+        return spec, batch_size
     begun = StoreSpec.from_json(root["spec"])
     if begun.digest != spec.digest:
         changed = [
@@ -264,18 +319,22 @@ def keep_geometry(spec: StoreSpec, store_path: Path, config: ExtractConfig) -> S
             f"{store_path} holds another store ({begun.digest[:8]}, this run makes "
             f"{spec.digest[:8]}); they differ in {', '.join(changed)}. Give another --out"
         )
-    asked = config.shard_rows
-    if asked is not None and asked != begun.geometry.shard_rows:
-        raise ConfigError(
-            f"--shard-rows {asked}: store {store_path} was begun with "
-            f"{begun.geometry.shard_rows}. Leave the option out to go on, or give another --out"
-        )
+    begun_batch = root["provenance"].get("batch_size", batch_size)
+    for option, asked, has in (
+        ("--shard-rows", config.shard_rows and spec.geometry.shard_rows, begun.geometry.shard_rows),
+        ("--batch-size", config.batch_size, begun_batch),
+    ):
+        if asked is not None and asked != has:
+            raise ConfigError(
+                f"{option} {asked}: store {store_path} was begun with {has}. Leave the option out "
+                f"to go on, or give another --out"
+            )
     if config.compress and not begun.geometry.compress:
         raise ConfigError(
             f"--compress: store {store_path} was begun without. Leave the option out to go on, or "
             f"give another --out"
         )
-    return begun
+    return begun, int(begun_batch)
 
 
 def transform_json(backbone: Backbone) -> dict[str, Any]:
@@ -313,7 +372,7 @@ def resolve_device(name: str) -> str:
             return "cuda"
         return "mps" if torch.backends.mps.is_available() else "cpu"
     try:
-        torch.empty(0, device=name)
+        torch.zeros(1, device=name).item()
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(f"--device {name} cannot be used: {reason}") from None

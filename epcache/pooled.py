@@ -68,8 +68,8 @@ def pool_split(
     """
     if pooler not in POOLED:
         raise ConfigError(
-            f"pooler {pooler!r} is none of {', '.join(POOLED)}, the ones without parameters; others "
-            f"are trained by epcache probe"
+            f"pooler {pooler!r}: expected one of {', '.join(POOLED)}; poolers with parameters are "
+            f"trained by epcache probe"
         )
     if pooler == "cls" and not has_cls(split.store, layer):
         raise ConfigError(

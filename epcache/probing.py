@@ -1,6 +1,7 @@
 """From a sealed store to result rows: what a probe is asked to be, and ``fit_probes``.
 
-Start here, then ``selection.py`` for what happens to the probes of one stream.
+Start here; then ``trials.py``, what configs mean on a store, and ``selection.py``, what happens to
+the probes of one stream.
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ from epcache.plan import resolve_device
 from epcache.poolers import pooler_options
 from epcache.recipes import OPTIMIZER_NAMES, RECIPES, ResolvedRecipe
 from epcache.results import Row, results_dir
-from epcache.selection import GroupFit, Machine, Observer, Silent
+from epcache.selection import GroupFit
 from epcache.store.reader import Store
 from epcache.stream import TOKEN_KINDS, TokenKind
+from epcache.trials import GroupPlan, Machine
+from epcache.watch import Observer, Silent
 
 NORMS = ("auto", "final", "none")
 
@@ -220,7 +223,12 @@ def fit_probes(
     folder = default_results() if results_dir is None else results_dir
     observer = progress or Silent()
     groups = [[configs[i] for i in positions] for positions in group_by_stream(configs)]
-    fits = [GroupFit(store, group, machine, folder, observer) for group in groups]  # all or none
+    # Every plan before the first training: one wrong config stops all, and at once
+    plans = [
+        GroupPlan(store, group, precision=machine.precision, say=observer.message)
+        for group in groups
+    ]
+    fits = [GroupFit(plan, machine, folder, observer) for plan in plans]
     return [row for fit in fits for row in fit.run(again=again)]
 
 

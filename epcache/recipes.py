@@ -12,8 +12,11 @@ from epcache.errors import ConfigError
 OPTIMIZER_NAMES = ("lars", "sgd", "adamw")
 """The names that `epcache.optim` builds, known here without importing torch."""
 
-SMALL_LEARNING_RATES = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2)
-"""The rates that the ``small`` recipe tries together, half a decade apart."""
+SMALL_LEARNING_RATES = (1e-3, 3e-3, 1e-2, 3e-2)
+"""The rates that the ``small`` recipe tries together, half a decade apart.
+
+On 1,611 drawings and DINOv2 tokens the best of eight rates, 3e-4 to 1, was 3e-3 or 1e-2 for the
+linear probes and 1e-3 to 1e-2 for efficient ones; lower ones are too slow for the schedule."""
 
 
 def small_batch(num_rows: int) -> int:
@@ -191,12 +194,12 @@ RECIPES: dict[str, Recipe] = {
     # sweeps: the size of its steps depends neither on the gradient's scale nor on the batch, so its
     # rates are taken as they are and one grid serves every backbone; LARS, made for large batches,
     # has the published rate for those alone. No decay: the epoch is selected too, on held-out data,
-    # which bounds the fit already. Epochs as published, so that curves can be laid side by side.
+    # which bounds the fit already. Half of the published epochs: accuracies are flat well before.
     "small": Recipe(
         name="small",
         optimizer="adamw",
-        epochs=90,
-        warmup_epochs=10,
+        epochs=50,
+        warmup_epochs=5,
         batch_size=small_batch,
         lrs=SMALL_LEARNING_RATES,
     ),

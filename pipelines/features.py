@@ -54,7 +54,6 @@ def knn(config: KnnConfig, *, say: Say, progress: Progress | None = None) -> Stu
         progress: Told how many bytes of tokens are pooled, and of how many.
     """
     readout = Readout.of(config, say=say, progress=progress)
-    rows: list[Row] = []
     for pooler, train, test in readout.pooled():
         started = time.monotonic()
         holdout = _settle(config.holdout, len(train), say)
@@ -70,6 +69,7 @@ def knn(config: KnnConfig, *, say: Say, progress: Progress | None = None) -> Stu
             vals = select_knn(train.features, train.labels, holdout_rows=held, **shared).grid
         tests = knn_classify(train.features, train.labels, test.features, test.labels, **shared)
         seconds = readout.pool_seconds[pooler] + time.monotonic() - started
+        rows: list[Row] = []
         for val, found in zip(vals, tests, strict=True):
             asked = {"k": found.k, "temperature": found.temperature, "seed": seed}
             rows.append(
@@ -79,14 +79,14 @@ def knn(config: KnnConfig, *, say: Say, progress: Progress | None = None) -> Stu
                     top1=found.top1, top5=found.top5, seconds=seconds, **asked,
                 )
             )  # fmt: skip
-    return readout.finish(rows)
+        readout.keep(rows)
+    return readout.finish()
 
 
 def linear(config: LinearConfig, *, say: Say, progress: Progress | None = None) -> Study:
     """Fit every pooler and method, and append the rows; arguments as `knn`."""
     _check_linear(config)
     readout = Readout.of(config, say=say, progress=progress)
-    rows: list[Row] = []
     for pooler, train, test in readout.pooled():
         held = readout.holdout(train.labels, config.holdout) if config.holdout else None
         for method in unique(config.methods):
@@ -99,16 +99,15 @@ def linear(config: LinearConfig, *, say: Say, progress: Progress | None = None) 
                 "command": "linear", "method": method, "l2": sorted(set(config.l2)) or None,
                 "holdout": config.holdout, "seed": seed,
             }  # fmt: skip
-            rows.append(
-                readout.row(
-                    identity, pooler, train,
-                    val_top1=result.val_top1, top1=result.test_top1, top5=result.test_top5,
-                    seconds=readout.pool_seconds[pooler] + time.monotonic() - started,
-                    num_params=result.weight.numel() + result.bias.numel(),
-                    method=method, l2=result.l2, seed=seed,
-                )
+            row = readout.row(
+                identity, pooler, train,
+                val_top1=result.val_top1, top1=result.test_top1, top5=result.test_top5,
+                seconds=readout.pool_seconds[pooler] + time.monotonic() - started,
+                num_params=result.weight.numel() + result.bias.numel(),
+                method=method, l2=result.l2, seed=seed,
             )  # fmt: skip
-    return readout.finish(rows)
+            readout.keep([row])
+    return readout.finish()
 
 
 def _settle(holdout: Holdout, num_rows: int, say: Say) -> Literal["loo"] | float:

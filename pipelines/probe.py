@@ -14,8 +14,8 @@ from epcache.probing import ProbeConfig, fit_probes
 from epcache.published import save_published
 from epcache.results import ROWS, Row, best_row, results_dir
 from epcache.runs import load_probe
-from epcache.selection import Observer
 from epcache.store.reader import open_store
+from epcache.watch import Observer
 
 
 @dataclass(frozen=True, kw_only=True)

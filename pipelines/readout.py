@@ -1,4 +1,4 @@
-"""What k-NN and the linear classifiers share: a store read one way, and how its rows are written."""
+"""What k-NN and the linear classifiers share: a store read one way, and the rows written."""
 
 from __future__ import annotations
 
@@ -82,6 +82,7 @@ class Readout:
     say: Say
     progress: Progress | None
     pool_seconds: dict[str, float] = field(default_factory=dict)
+    rows: list[Row] = field(default_factory=list)
 
     @classmethod
     def of(cls, config: FeatureConfig, *, say: Say, progress: Progress | None) -> Readout:
@@ -101,6 +102,7 @@ class Readout:
 
     @property
     def num_classes(self) -> int:
+        """C of the data set, also where a class has no image left."""
         return len(self.store.provenance["dataset"]["classes"])
 
     def pooled(self) -> Iterator[tuple[str, Pooled, Pooled]]:
@@ -168,11 +170,15 @@ class Readout:
             epcache_version=epcache.__version__,
         )  # fmt: skip
 
-    def finish(self, rows: Sequence[Row]) -> Study:
-        """Append the rows."""
+    def keep(self, rows: Sequence[Row]) -> None:
+        """Append rows as soon as they are there, so that an interrupted command keeps them."""
         append_rows(rows, results_dir())
+        self.rows.extend(rows)
+
+    def finish(self) -> Study:
+        """All that was found."""
         return Study(
-            store=self.store.path, digest=self.store.digest, rows=rows,
+            store=self.store.path, digest=self.store.digest, rows=tuple(self.rows),
             rows_path=results_dir() / ROWS,
         )  # fmt: skip
 

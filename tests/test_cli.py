@@ -10,6 +10,7 @@ from extractkit import run, run_json
 
 from epcache.cli import render
 from epcache.cli.options import comma_list, share
+from epcache.store.files import format_bytes
 
 
 def command(*arguments, **options):
@@ -102,7 +103,7 @@ def test_unknown_data_set_names_the_nearest(capsys):
 )
 def test_sizes_read_well(num_bytes, text):
     """Three digits and a unit."""
-    assert render.gigabytes(num_bytes) == text
+    assert format_bytes(num_bytes) == text
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(0, "0:00"), (62, "1:02"), (11241.4, "3:07:21")])

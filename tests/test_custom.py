@@ -121,7 +121,7 @@ def test_own_backbone_forms(own: str) -> None:
         ("flat", r"must return patch tokens.*\(16, 6\)"),
         ("keys", r"keys \[3\]; expected 0, 1, 2"),
         ("odd", "15 patch tokens are no 3 x 3 grid"),
-        ("crash", "fails on one image of 16 pixels: AttributeError"),
+        ("crash", "failed on a batch of 1 images: AttributeError"),
         ("number", "returned int; expected a torch.nn.Module"),
         ("fails", "cannot be built: ZeroDivisionError"),
         ("value", "no function 'value'"),

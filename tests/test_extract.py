@@ -310,7 +310,7 @@ def test_a_run_that_cannot_fit_does_not_start(folder, tmp_path, capsys, monkeypa
     """Too little room: one line with both sizes, and no folder is made."""
     monkeypatch.setattr("epcache.plan.free_bytes", lambda path: 10_000)
     run(*arguments(folder, tmp_path / "store"), code=1)
-    assert "GB are free" in capsys.readouterr().err
+    assert "10 KB are free" in capsys.readouterr().err
     assert not (tmp_path / "store").exists()
 
 
@@ -329,7 +329,12 @@ def test_a_run_that_cannot_fit_does_not_start(folder, tmp_path, capsys, monkeypa
         (("--dataset", "cub2000"), "cub200"),
         (("--weights", "/nowhere/w.pth"), "/nowhere/w.pth"),
         (("--data-dir", "/nowhere"), "/nowhere"),
-        (("--rank", "3"), "--rank 3"),
+        (("--rank", "3"), "--world-size is not"),
+        (("--rank", "3", "--world-size", "2"), "--rank 3"),
+        (("--image-size", "100000"), "1 to 4096"),
+        (("--weights", "random:99999999999999999999"), "2**63"),
+        (("--device", "meta"), "meta"),
+        (("--limit", "0"), "--limit 0"),
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else "",
 )
@@ -389,6 +394,106 @@ def test_a_deleted_shard_is_computed_again(whole, folder, tmp_path):
     run(*arguments(folder, copy))
     assert_same_store(whole, copy)
     assert untouched.stat().st_mtime_ns == stamp
+
+
+@pytest.mark.parametrize(
+    "name", ["train/samples.csv", "final_norm.safetensors", "train/labels/c/0", "val/zarr.json"]
+)
+def test_a_deleted_small_file_is_written_again(whole, folder, tmp_path, name):
+    """The same command repairs a sealed store that lost a small file, to the same bytes."""
+    copy = tmp_path / "copy"
+    shutil.copytree(whole, copy)
+    (copy / name).unlink()
+    run(*arguments(folder, copy))
+    assert_same_store(whole, copy)
+
+
+def test_a_folder_with_other_things_is_refused(folder, tmp_path, capsys):
+    """A store never moves in among a user's own files, and none of them is touched."""
+    mine = tmp_path / "mine"
+    (mine / ".partial").mkdir(parents=True)
+    (mine / ".partial" / "notes.txt").write_text("mine")
+    (mine / "journal.jsonl").write_text("mine")
+    before = files_of(mine)
+    run(*arguments(folder, mine), code=1)
+    assert "other things in it" in capsys.readouterr().err
+    assert files_of(mine) == before
+    (tmp_path / "file").write_text("mine")
+    for place in (tmp_path / "file", tmp_path / "file" / "store", "/proc/nowhere", "x" * 300):
+        run(*arguments(folder, place), code=1)
+        assert "fault of epcache" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("place", [".", "train", "train/new", ".."])
+def test_a_store_and_its_data_never_mix(folder, capsys, place):
+    """``--out`` at, inside or above the images is refused, and nothing is written there."""
+    before = sorted(folder.rglob("*"))
+    run(*arguments(folder, folder / place), code=1)
+    assert "lie in one another" in capsys.readouterr().err
+    assert sorted(folder.rglob("*")) == before
+
+
+def test_a_run_that_failed_at_its_beginning_goes_on(whole, folder, tmp_path, monkeypatch):
+    """A disk that is full before the root document is written leaves a folder that is taken up."""
+    import epcache.store.writer as writer
+    from epcache.errors import SpaceError
+
+    def full(*arguments):
+        raise SpaceError("full")
+
+    out = tmp_path / "store"
+    with monkeypatch.context() as patched:
+        patched.setattr(writer, "root_document", full)
+        run(*arguments(folder, out), code=1)
+    assert not (out / "zarr.json").exists()
+    run(*arguments(folder, out))
+    assert_same_store(whole, out)
+
+
+def test_the_batch_size_that_a_store_was_begun_with_stays(whole, folder, tmp_path, capsys):
+    """Another --batch-size could change last bits, so a resumed run keeps the first or refuses."""
+    out = tmp_path / "store"
+    run(*arguments(folder, out, "--rank", "0", "--world-size", "2"))
+    run(*arguments(folder, out), "--batch-size", "5", code=1)
+    assert "was begun with 4" in capsys.readouterr().err
+    without = [part for part in arguments(folder, out) if part not in ("--batch-size", "4")]
+    run(*without)
+    assert_same_store(whole, out)
+
+
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE"])
+def test_half_a_launcher_is_an_error(folder, tmp_path, capsys, monkeypatch, name):
+    """One of RANK and WORLD_SIZE alone would make part of a store that nobody finishes."""
+    monkeypatch.setenv(name, "4")
+    run(*arguments(folder, tmp_path / "store"), code=1)
+    assert f"${name} is set" in capsys.readouterr().err
+    assert not (tmp_path / "store").exists()
+
+
+def test_usage_errors_with_json_print_an_object(folder, tmp_path, capsys):
+    """Scripts get their object also when an option cannot be parsed."""
+    result = run_json(capsys, *arguments(folder, tmp_path / "store", "--views", "many"), code=2)
+    assert list(result) == ["error"]
+
+
+def test_a_talkative_backbone_cannot_spoil_the_object(folder, tmp_path, capsys, monkeypatch):
+    """What a user's module prints goes to stderr; what it raises or exits with is an error."""
+    (tmp_path / "mine.py").write_text(
+        "import sys\nfrom torch import nn\n"
+        "class Talk(nn.Module):\n"
+        "    def forward(self, x):\n"
+        "        print('NOISE')\n"
+        "        return x.flatten(2).transpose(1, 2)[:, :16]\n"
+        "def talk():\n    print('NOISE')\n    return Talk()\n"
+        "def leave():\n    sys.exit(0)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    command = ["extract", "--dataset", "imagefolder", "--data-dir", folder, "--image-size", "32"]
+    result = run_json(capsys, *command, "--backbone", "mine:talk", "--out", tmp_path / "s")
+    assert result["tokens"]["num_patches"] == 16
+    run(*command, "--backbone", "mine:leave", code=1)
+    assert "cannot be built" in capsys.readouterr().err
 
 
 def test_an_unsealed_store_is_refused_with_the_way_on(folder, tmp_path, capsys):

@@ -90,6 +90,13 @@ def test_a_bad_row_cannot_hide_or_cause_an_overflow():
     assert not tokens[0, "patch"].any()
 
 
+@pytest.mark.parametrize("value", [0.0, 1e-9])
+def test_tokens_that_vanish_are_refused(value):
+    """A layer that float16 would hold as zeros alone is an error that says how large it was."""
+    with pytest.raises(NumericError, match=f"layer 4 .* is zero .*{value:.3g}"):
+        half_tokens(FakeBackbone(float32=value), batch(), (4,), "float32")
+
+
 @pytest.mark.parametrize("batch_size", [1, 3, 8, 100])
 def test_steps_cover_each_task_once_and_never_cross(batch_size):
     """Batches are consecutive, stay inside their task and end with a mark."""

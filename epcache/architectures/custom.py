@@ -30,7 +30,7 @@ def build_custom(target: str) -> nn.Module:
         sys.path.insert(0, here)  # stays: the module may import more when it runs
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(
             f"backbone {target}: cannot import {module_name} ({one_line(error)}); expected "
             f"package.module:function, importable from {here}"
@@ -40,7 +40,7 @@ def build_custom(target: str) -> nn.Module:
         raise ConfigError(f"backbone {target}: {module_name} has no function {function_name!r}")
     try:
         model = function()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(f"backbone {target} cannot be built: {one_line(error)}") from error
     if not isinstance(model, nn.Module):
         raise ConfigError(
@@ -53,7 +53,12 @@ def custom_outputs(
     model: nn.Module, images_BCHW: Tensor, layers: Sequence[int] | None
 ) -> dict[int, LayerOutput]:
     """What a module of one's own returned, brought into one form."""
-    returned = model(images_BCHW)
+    try:
+        returned = model(images_BCHW)
+    except (Exception, SystemExit) as error:
+        raise ConfigError(
+            f"the backbone failed on a batch of {len(images_BCHW)} images: {one_line(error)}"
+        ) from error
     if isinstance(returned, Tensor | tuple):
         returned = [returned]
     if isinstance(returned, Mapping):
@@ -66,6 +71,8 @@ def custom_outputs(
         raise ConfigError(f"{_SHAPES}; it returned {type(returned).__name__}")
     grid = getattr(model, "grid", None)
     indices = range(len(returned)) if layers is None else layers
+    if max(indices) >= len(returned):
+        raise ConfigError(f"the backbone gave {len(returned)} layers, more for the first image")
     return {index: _from_tokens(returned[index], images_BCHW.shape[0], grid) for index in indices}
 
 
@@ -81,6 +88,8 @@ def _from_tokens(output: object, num_images: int, grid: Sequence[int] | None) ->
     for tokens in (patch, prefix):
         if tokens.ndim != 3 or len(tokens) != num_images or tokens.shape[2] != patch.shape[-1]:
             raise ConfigError(f"{_SHAPES}; got {tuple(tokens.shape)} for {num_images} images")
+        if not tokens.is_floating_point():
+            raise ConfigError(f"{_SHAPES}; got {tokens.dtype}, expected a floating type")
     side = int(patch.shape[1] ** 0.5)
     height, width = (side, side) if grid is None else (int(grid[0]), int(grid[1]))
     if height * width != patch.shape[1]:

@@ -25,12 +25,14 @@ def read_root(store: Path) -> dict[str, Any] | None:
         text = (store / "zarr.json").read_bytes()
     except (FileNotFoundError, NotADirectoryError):
         return None
+    except OSError as error:
+        raise StoreError(f"{store / 'zarr.json'} cannot be read: {error.strerror}") from None
     try:
         attributes = json.loads(text)["attributes"]["epcache"]
         missing = {"spec", "digest", "provenance", "tokens", "sealed"} - set(attributes)
         if missing:
             raise KeyError(*missing)
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise StoreError(
             f"{store / 'zarr.json'} is not the document of an epcache store ({error!r}); "
             f"name another folder, or extract again"

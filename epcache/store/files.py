@@ -72,11 +72,21 @@ def disk_full_is_clear(path: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
-        reason = os.strerror(error.errno).lower()
+        reason, free = os.strerror(error.errno).lower(), format_bytes(free_bytes(path))
         raise SpaceError(
-            f"cannot write {path}: {reason} ({free_bytes(path) / 1e9:.2f} GB free there). What was "
-            f"committed is kept: make room and run the same command again to go on"
+            f"cannot write {path}: {reason} ({free} free there). What was committed is kept: make "
+            f"room and run the same command again to go on"
         ) from error
+
+
+def format_bytes(num_bytes: float) -> str:
+    """``1.23 GB``, ``45.6 MB`` or ``7.8 KB``, powers of ten."""
+    unit, size = next(
+        ((unit, size) for unit, size in (("GB", 1e9), ("MB", 1e6)) if num_bytes >= size),
+        ("KB", 1e3),
+    )
+    number = num_bytes / size
+    return f"{number:,.0f} {unit}" if number >= 1e3 else f"{number:.3g} {unit}"
 
 
 def free_bytes(path: Path) -> int:

@@ -74,8 +74,10 @@ def read_journal(store: Path) -> dict[tuple[str, int, int], Entry]:
     """
     try:
         text = (store / JOURNAL).read_bytes()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return {}
+    except OSError as error:
+        raise StoreError(f"{store / JOURNAL} cannot be read: {error.strerror}") from None
     entries = {}
     for number, line in enumerate(text.split(b"\n")[:-1], start=1):
         try:

@@ -156,8 +156,10 @@ class SplitReader:
         path = self.store.path / self.name / name / "c" / "/".join("0" * (1 + len(width)))
         try:
             values = np.fromfile(path, dtype)
-        except FileNotFoundError:
-            raise StoreError(f"store file {path} is missing; run: epcache verify") from None
+        except OSError as error:
+            raise StoreError(
+                f"store file {path} cannot be read ({error.strerror}); run: epcache verify"
+            ) from None
         if values.size != self.num_rows * int(np.prod(width)):
             raise StoreError(f"store file {path} has the wrong size; run: epcache verify")
         return values.reshape(self.num_rows, *width)

@@ -128,14 +128,17 @@ def check_extra(
     """Is there any file that no part of the store accounts for."""
     sealed = root["sealed"]
     if isinstance(sealed, dict):
-        small = sealed.get("files", ())
+        files = sealed.get("files")
+        small = list(files) if isinstance(files, dict) else []
     else:
         small = small_files(spec, final_norm=True, boxes=tuple(spec.splits))
     known = {"zarr.json", *shards, *small}
     for file in sorted(path.rglob("*")):
         name = file.relative_to(path).as_posix()
-        working = name == LOCK or name.startswith((f"{LOCK}.", f"{PARTIAL}/"))
-        if file.is_file() and name not in known and not working:
+        under_way = name == LOCK or name.startswith((f"{LOCK}.", f"{PARTIAL}/"))
+        if sealed is None and under_way:
+            continue
+        if (file.is_symlink() or not file.is_dir()) and name not in known:
             yield Problem(file=name, problem="no file of this store")
 
 

@@ -23,7 +23,6 @@ from epcache.errors import StoreError
 from epcache.store.documents import (
     FINAL_NORM,
     document,
-    is_sealed,
     read_root,
     root_document,
     seal_of,
@@ -126,7 +125,7 @@ class StoreWriter:
         provenance: Mapping[str, Any],
         final_norm: bytes | None,
     ) -> None:
-        """Write everything that is known before the first token; does nothing if it is there.
+        """Write everything that is known before the first token, and is not there yet.
 
         The root document comes last: a folder without one holds nothing that counts.
 
@@ -134,10 +133,13 @@ class StoreWriter:
             StoreError: The folder holds another store, or this one in shards of another size.
         """
         with one_at_a_time(self.path):
-            if not self._is_begun():
+            begun = self._is_begun()
+            if not begun:
                 (self.path / JOURNAL).unlink(missing_ok=True)
                 self._entries = {}
-                self._write_beginning(samples, provenance, final_norm)
+            self._write_beginning(samples, final_norm, only_missing=begun)
+            if not begun:
+                self._write_root(provenance, sealed=None)
 
     def _is_begun(self) -> bool:
         root = read_root(self.path)
@@ -157,22 +159,22 @@ class StoreWriter:
         return True
 
     def _write_beginning(
-        self,
-        samples: Mapping[str, Samples],
-        provenance: Mapping[str, Any],
-        final_norm: bytes | None,
+        self, samples: Mapping[str, Samples], final_norm: bytes | None, *, only_missing: bool
     ) -> None:
+        files: dict[str, bytes] = {}
         for name, split in self.spec.splits.items():
             rows = samples[name]
             assert len(rows.paths) == len(rows.labels) == len(rows.class_names) == split.num_rows
-            self._write_groups(name)
-            self._write(f"{name}/samples.csv", rows.to_csv())
-            self._write_column(f"{name}/labels", rows.labels.astype("<i8"))
+            files |= self._group_files(name)
+            files[f"{name}/samples.csv"] = rows.to_csv()
+            files |= column_files(f"{name}/labels", rows.labels.astype("<i8"))
             if rows.boxes is not None:
-                self._write_column(f"{name}/boxes", rows.boxes.astype("<f8"))
+                files |= column_files(f"{name}/boxes", rows.boxes.astype("<f8"))
         if final_norm is not None:
-            self._write(FINAL_NORM, final_norm)
-        self._write_root(provenance, sealed=None)
+            files[FINAL_NORM] = final_norm
+        for name, data in files.items():
+            if not (only_missing and (self.path / name).is_file()):
+                self._write(name, data)
 
     def tasks(self) -> list[ShardTask]:
         """This rank's tasks that are not committed, in order."""
@@ -237,21 +239,21 @@ class StoreWriter:
         self._write_column(f"{split}/valid", valid)
         self._write_column(f"{split}/sizes", sizes)
 
-    def _write_groups(self, split: str) -> None:
+    def _group_files(self, split: str) -> dict[str, bytes]:
         """The Zarr documents of a split: groups above its arrays, and the arrays themselves."""
+        files = {}
         for view in range(self.spec.splits[split].num_views):
             for array in self.spec.arrays(split, view):
                 parts = array.path.split("/")
                 for depth in range(1, len(parts)):
                     group = "/".join(parts[:depth])
-                    if not (self.path / group / "zarr.json").exists():
-                        self._write(f"{group}/zarr.json", document(group_metadata()))
-                self._write(f"{array.path}/zarr.json", document(array.metadata()))
+                    files[f"{group}/zarr.json"] = document(group_metadata())
+                files[f"{array.path}/zarr.json"] = document(array.metadata())
+        return files
 
     def _write_column(self, name: str, values: NDArray[Any]) -> None:
-        metadata = column_metadata(values.shape, str(values.dtype))
-        self._write(f"{name}/zarr.json", document(metadata))
-        self._write(f"{name}/c/{'/'.join('0' * values.ndim)}", values.tobytes())
+        for path, data in column_files(name, values).items():
+            self._write(path, data)
 
     def _write_root(self, provenance: Mapping[str, Any], sealed: Mapping[str, Any] | None) -> None:
         self._write("zarr.json", root_document(self.spec, provenance, sealed))
@@ -342,7 +344,20 @@ def entries_on_disk(
     }
 
 
+def column_files(name: str, values: NDArray[Any]) -> dict[str, bytes]:
+    """Document and only chunk of ``labels``, ``valid``, ``sizes`` or ``boxes``."""
+    metadata = column_metadata(values.shape, str(values.dtype))
+    chunk = f"{name}/c/{'/'.join('0' * values.ndim)}"
+    return {f"{name}/zarr.json": document(metadata), chunk: values.tobytes()}
+
+
 def is_complete(store: Path, spec: StoreSpec) -> bool:
-    """Whether a store is sealed and no shard was deleted since; takes no lock, writes nothing."""
-    committed = entries_on_disk(store, read_journal(store)) if is_sealed(store) else {}
-    return all(task.key in committed for task in spec.tasks())
+    """Whether a store is sealed and no file was deleted since; takes no lock, writes nothing."""
+    root = read_root(store)
+    if root is None or not isinstance(root["sealed"], dict):
+        return False
+    committed = entries_on_disk(store, read_journal(store))
+    small = root["sealed"].get("files", {})
+    return all(task.key in committed for task in spec.tasks()) and all(
+        (store / name).is_file() for name in small
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -39,14 +40,16 @@ def read_checkpoint(path: Path) -> Any:
     Raises:
         WeightsError: If the file is missing, is neither, or is a pickle that needs to run code.
     """
-    path = existing(path)
+    path = existing(path.expanduser())
     if _is_safetensors(path):
         try:
             return safetensors.torch.load_file(path)
         except (safetensors.SafetensorError, OSError) as error:
             raise WeightsError(f"{path} is a damaged safetensors file: {error}") from error
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of old pickle protocols; what matters is raised
+            return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise WeightsError(
             f"{path} holds more than tensors ({_unsafe_name(error)}), and loading that could run "

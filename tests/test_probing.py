@@ -1,0 +1,336 @@
+"""From a sealed store to rows: select on held-out training data, refit, score once."""
+
+import numpy as np
+import pytest
+import torch
+from probekit import BAD_ROW, Recorder, curves, learnable_store, numbers
+
+import epcache
+from epcache.errors import ConfigError
+from epcache.probing import STREAM_FIELDS, ProbeConfig, fit_probes, group_by_stream
+from epcache.results import read_rows
+from epcache.stream import TokenSource
+from epcache.trials import GroupPlan
+
+QUICK = {"epochs": 4, "batch_size": 10}
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    return epcache.open_store(learnable_store(tmp_path_factory.mktemp("probing") / "store"))
+
+
+def ep(**changes):
+    return ProbeConfig(**{"pooler": "ep", "num_queries": 4, "lr": 0.01, **QUICK, **changes})
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"pooler": "epp"}, "did you mean ep"),
+        ({"num_queries": 0}, r"num_queries=0: expected a whole number of 1 or more"),
+        ({"pooler": "gap", "num_queries": 4}, "pooler gap has none; leave it out"),
+        ({"options": {"heads": 2}}, "pooler ep has no 'heads'; it takes num_queries"),
+        ({"options": {"num_queries": 2}}, "give num_queries="),
+        ({"lr": 0.0}, "lr=0: expected more than 0"),
+        ({"lr": float("nan")}, "lr=nan: expected a finite number"),
+        ({"weight_decay": -1.0}, "weight_decay=-1.0: expected a finite number, 0 or more"),
+        ({"optimizer": "adam"}, "optimizer='adam': expected one of lars, sgd, adamw"),
+        ({"tokens": "patches"}, "tokens='patches': expected one of patch, all, cls"),
+        ({"norm": "last"}, "norm='last': expected one of auto, final, none"),
+        ({"recipe": "big"}, "recipe='big': expected one of paper, small"),
+        ({"batch_size": 1}, "batch statistics of one image are none"),
+        ({"epochs": 0}, "epochs=0: expected a whole number of 1 or more"),
+        ({"holdout": 1.0}, "holdout=1.0: expected a share of train"),
+        ({"seed": -1}, "seed=-1: expected a whole number of 0 or more"),
+        ({"layer": "last"}, "layer='last': expected a block index"),
+    ],
+)
+def test_wrong_values_are_refused_at_once(wrong, message):
+    """The message has the field, the value and what is allowed."""
+    with pytest.raises(ConfigError, match=message):
+        ProbeConfig(**wrong)
+
+
+def test_configs_are_grouped_by_what_a_pass_shares():
+    """Two configs train together if and only if no stream field differs; order is kept."""
+    base = ep()
+    own = [ep(lr=0.1), ep(seed=3), ep(num_queries=2), ep(weight_decay=0.1), ep(optimizer="sgd")]
+    assert group_by_stream([base, *own, ProbeConfig(pooler="gap", **QUICK)]) == [[*range(7)]]
+    other = {
+        "layer": 0, "tokens": "all", "norm": "none", "views": 1, "shots": 5, "recipe": "paper",
+        "batch_size": 12, "epochs": 3, "warmup_epochs": 1.0, "label_smoothing": 0.1,
+        "order_seed": 1, "holdout": 0.2,
+    }  # fmt: skip
+    assert tuple(other) == STREAM_FIELDS
+    for name, value in other.items():
+        assert group_by_stream([base, ep(**{name: value}), base]) == [[0, 2], [1]], name
+
+
+def test_rows_say_what_was_chosen_and_what_it_scored(store, tmp_path):
+    """The best rate of each family is scored; the others keep their held-out accuracy alone."""
+    rates = (0.0001, 0.01, 0.03)
+    configs = [ep(lr=lr, num_queries=m) for m in (1, 4) for lr in rates]
+    rows = fit_probes(store, configs, results_dir=tmp_path, device="cpu")
+    assert [(row.num_queries, row.lr) for row in rows] == [(m, lr) for m in (1, 4) for lr in rates]
+    for family in (rows[:3], rows[3:]):
+        scored = [row for row in family if row.test_top1 is not None]
+        assert len(scored) == 1
+        assert scored[0].val_top1 == max(row.val_top1 for row in family)
+    assert read_rows(tmp_path) == rows
+    for row in rows:
+        assert row.train_images == 60  # one of 61 is undecodable
+        assert (row.norm, row.layer, row.views, row.tokens) == ("final", 3, 1, "patch")
+        assert row.num_params == 16 * 16 + 16 * row.num_queries + 16 * 3 + 3
+        curve = curves(tmp_path, row.run)
+        assert row.val_top1 == max(curve["select"]["val_top1"])
+        if row.test_top1 is None:
+            assert row.test_top1_best is row.test_top1_last is row.test_top5 is None
+            assert curve["final"] is None
+            continue
+        test = curve["final"]["test_top1"]
+        assert row.best_epoch == int(np.argmax(curve["select"]["val_top1"]))
+        assert (row.test_top1, row.test_top1_last) == (test[row.best_epoch], test[-1])
+        assert row.test_top1_best == max(test)
+        assert row.test_top5 == curve["final"]["test_top5"][row.best_epoch]
+    assert max(row.test_top1 or 0 for row in rows) > 0.6  # a third is chance
+
+
+def test_selection_never_reads_the_evaluation_split(store, tmp_path, monkeypatch):
+    """Until the choice is made only training samples are read, each for one purpose."""
+    seen = {}
+    phase = Recorder()
+    original = TokenSource.read
+
+    def read(self, positions, *, view=0):
+        key = (phase.phases[-1].split()[0], self.split.name)
+        samples = self.split.samples()
+        seen.setdefault(key, set()).update(samples[r].path for r in self.rows[positions])
+        return original(self, positions, view=view)
+
+    monkeypatch.setattr(TokenSource, "read", read)
+    fit_probes(store, [ep()], results_dir=tmp_path, progress=phase, device="cpu")
+    assert set(seen) == {("select", "train"), ("refit", "train"), ("refit", "val")}
+    every = {s.path for s in store["train"].samples()} - {f"train/{BAD_ROW}.png"}
+    assert seen["select", "train"] == seen["refit", "train"] == every
+    assert seen["refit", "val"] == {s.path for s in store["val"].samples()}
+    assert not seen["refit", "val"] & every
+
+
+def test_held_out_images_are_not_learnt_from(store):
+    """Selection trains on nine tenths and judges by the other tenth of each class."""
+    fit = plan_of(store, [ep()])
+    learn, held = fit.held_out
+    assert sorted([*learn, *held]) == list(range(60))
+    assert len(held) == 6
+    labels = store["train"].labels[fit.rows]
+    assert np.bincount(labels[held]).tolist() == [2, 2, 2]
+
+
+def plan_of(store, configs):
+    return GroupPlan(store, configs, precision="float32", say=lambda text: None)
+
+
+def test_without_held_out_data_nothing_is_chosen(store, tmp_path):
+    """holdout=0 trains all on all of train and leaves val_top1 and test_top1 null."""
+    configs = [ep(lr=lr, holdout=0.0) for lr in (0.001, 0.01)]
+    rows = fit_probes(store, configs, results_dir=tmp_path, device="cpu")
+    assert len(rows) == 2
+    for row in rows:
+        assert row.val_top1 is None
+        assert row.test_top1 is None
+        curve = curves(tmp_path, row.run)
+        assert curve["select"] is None
+        assert row.test_top1_best == max(curve["final"]["test_top1"])
+        assert row.test_top1_last == curve["final"]["test_top1"][-1]
+        assert row.best_epoch == int(np.argmax(curve["final"]["test_top1"]))
+
+
+def test_a_share_that_holds_out_nothing_is_refused(store, tmp_path):
+    """One shot a class leaves nothing to choose by: said before anything is trained."""
+    with pytest.raises(ConfigError, match="holds out none; use 0"):
+        fit_probes(store, [ep(shots=1, batch_size=2)], results_dir=tmp_path)
+
+
+def test_streamed_and_resident_give_the_same_rows(store, tmp_path):
+    """The memory budget decides where tokens lie, never what comes out."""
+    configs = [ep(), ProbeConfig(pooler="gap", lr=0.01, **QUICK)]
+    phases = []
+    rows = []
+    for budget in (0, 10**9):
+        recorder = Recorder()
+        folder = tmp_path / str(budget)
+        rows.append(
+            fit_probes(store, configs, memory_budget=budget, results_dir=folder, progress=recorder)
+        )
+        phases.append(recorder.phases)
+    assert "streamed" in phases[0][0]
+    assert "in memory" in phases[1][0]
+    assert numbers(rows[0]) == numbers(rows[1])
+    for one, other in zip(*rows, strict=True):
+        assert curves(tmp_path / "0", one.run) == curves(tmp_path / str(10**9), other.run)
+
+
+@pytest.mark.parametrize("pooler", ["gap", "cls"])
+def test_pooled_once_is_the_same_training(store, tmp_path, pooler, monkeypatch):
+    """Pooling before the first epoch gives the curve of pooling in every step."""
+    config = ProbeConfig(pooler=pooler, lr=0.03, **QUICK)
+    (fast,) = fit_probes(store, [config], results_dir=tmp_path / "fast")
+    monkeypatch.setattr(ProbeConfig, "is_free", property(lambda self: False))
+    (slow,) = fit_probes(store, [config], results_dir=tmp_path / "slow")
+    assert fast.tokens == {"gap": "patch", "cls": "cls"}[pooler]
+    one, other = curves(tmp_path / "fast", fast.run), curves(tmp_path / "slow", slow.run)
+    for part in ("select", "final"):
+        for name in one[part]:
+            assert one[part][name] == pytest.approx(other[part][name], abs=1e-4), (part, name)
+
+
+def test_a_free_pooler_reads_the_store_once(store, tmp_path, monkeypatch):
+    """Ten learning rates and two trainings cost one reading of each split."""
+    read_rows_, original = [], TokenSource.read
+
+    def read(self, positions, *, view=0):
+        read_rows_.append(len(positions))
+        return original(self, positions, view=view)
+
+    monkeypatch.setattr(TokenSource, "read", read)
+    configs = [ProbeConfig(pooler="gap", lr=0.001 * n, **QUICK) for n in range(1, 11)]
+    rows = fit_probes(store, configs, results_dir=tmp_path)
+    assert len(rows) == 10
+    assert sum(read_rows_) == 60 + 24
+
+
+def test_company_does_not_matter(store, tmp_path):
+    """A probe has the same row alone as among others."""
+    others = [ep(num_queries=2, lr=0.003), ProbeConfig(pooler="mhca", lr=0.01, **QUICK)]
+    (alone,) = fit_probes(store, [ep()], results_dir=tmp_path / "alone")
+    among = fit_probes(store, [others[0], ep(), others[1]], results_dir=tmp_path / "among")
+    assert among[1].run == alone.run
+    assert numbers([among[1]]) == numbers([alone])
+
+
+def test_the_grid_of_a_recipe_becomes_rows(store, tmp_path):
+    """lr=None tries the recipe's rates, and each keeps a row."""
+    from epcache.recipes import SMALL_LEARNING_RATES
+
+    rows = fit_probes(store, [ep(lr=None, epochs=2)], results_dir=tmp_path)
+    assert [row.lr for row in rows] == list(SMALL_LEARNING_RATES)
+    assert sum(row.test_top1 is not None for row in rows) == 1
+
+
+def test_a_diverging_probe_leaves_and_is_named(store, tmp_path):
+    """The others go on as if it had not been there."""
+    recorder = Recorder()
+    configs = [ep(optimizer="sgd", lr=1e30), ep(optimizer="sgd", lr=0.1)]
+    rows = fit_probes(store, configs, results_dir=tmp_path / "two", progress=recorder)
+    (alone,) = fit_probes(store, configs[1:], results_dir=tmp_path / "one")
+    assert numbers(rows) == numbers([alone])
+    assert any("lr 1e+30" in m and "diverged in epoch 0" in m for m in recorder.messages)
+
+
+@pytest.mark.parametrize(("phase", "stop_at"), [("select", 2), ("select", 4), ("refit", 3)])
+def test_an_interrupted_run_goes_on(store, tmp_path, phase, stop_at):
+    """Stopped at any epoch, the same call goes on from there and gives the same numbers."""
+    configs = [ep(lr=lr) for lr in (0.003, 0.01)]
+    plain = fit_probes(store, configs, results_dir=tmp_path / "plain")
+    stopper = Recorder(stop_at, phase)
+    with pytest.raises(KeyboardInterrupt):
+        fit_probes(store, configs, results_dir=tmp_path / "cut", progress=stopper)
+    assert not read_rows(tmp_path / "cut")
+    recorder = Recorder()
+    resumed = fit_probes(store, configs, results_dir=tmp_path / "cut", progress=recorder)
+    whole = [("select", e) for e in range(1, 5)] + [("refit", e) for e in range(1, 5)]
+    assert stopper.epochs + recorder.epochs == whole
+    assert numbers(resumed) == numbers(plain)
+    for row in resumed:
+        assert curves(tmp_path / "cut", row.run) == curves(tmp_path / "plain", row.run)
+    assert not list((tmp_path / "cut" / "checkpoints").iterdir())
+
+
+def test_finished_rows_are_not_trained_again(store, tmp_path):
+    """A second call only reads; a wider grid trains what is new; ``again`` trains all."""
+    first = fit_probes(store, [ep(lr=0.01)], results_dir=tmp_path)
+    recorder = Recorder()
+    assert fit_probes(store, [ep(lr=0.01)], results_dir=tmp_path, progress=recorder) == first
+    assert recorder.epochs == []
+    assert "not trained again" in recorder.messages[0]
+    recorder = Recorder()
+    both = fit_probes(store, [ep(lr=0.01), ep(lr=1e-5)], results_dir=tmp_path, progress=recorder)
+    assert both[0] == first[0]
+    assert recorder.phases == ["select 1 probe on 54 images (in memory)"]
+    recorder = Recorder()
+    redone = fit_probes(store, [ep(lr=0.01)], results_dir=tmp_path, progress=recorder, again=True)
+    assert numbers(redone) == numbers(first)
+    assert len(recorder.epochs) == 8
+
+
+def test_a_probe_that_lost_may_win_later(store, tmp_path):
+    """A rate that lost in a grid is scored, without new selection, when asked for alone."""
+    configs = [ep(lr=0.01), ep(lr=1e-5)]
+    _, lost = fit_probes(store, configs, results_dir=tmp_path / "a")
+    assert lost.test_top1 is None
+    recorder = Recorder()
+    (scored,) = fit_probes(store, configs[1:], results_dir=tmp_path / "a", progress=recorder)
+    (alone,) = fit_probes(store, configs[1:], results_dir=tmp_path / "b")
+    assert [phase for phase, _ in recorder.epochs] == ["refit"] * 4
+    assert numbers([scored]) == numbers([alone])
+    with_it, without = (curves(tmp_path / n, scored.run)["select"] for n in ("a", "b"))
+    assert with_it["val_top1"] == without["val_top1"]
+    assert with_it["train_loss"] == pytest.approx(without["train_loss"], abs=1e-4)
+
+
+def test_views_alternate_by_epoch(tmp_path):
+    """With two cached views even epochs read the first and odd ones the second."""
+    store = epcache.open_store(learnable_store(tmp_path / "store", num_views=2))
+    (two,) = fit_probes(store, [ep()], results_dir=tmp_path / "two")
+    (one,) = fit_probes(store, [ep(views=1)], results_dir=tmp_path / "one")
+    assert (two.views, one.views) == (2, 1)
+    losses = [
+        curves(tmp_path / name, row.run)["select"]["train_loss"]
+        for name, row in (("two", two), ("one", one))
+    ]
+    assert losses[0][0] == losses[1][0]
+    assert losses[0][1] != losses[1][1]
+    with pytest.raises(ConfigError, match=r"views=3: store .* has 2. Run: epcache extract"):
+        fit_probes(store, [ep(views=3)], results_dir=tmp_path)
+
+
+def test_shots_take_so_many_of_each_class(store, tmp_path):
+    """The row counts them; seeds of the order take others."""
+    (row,) = fit_probes(store, [ep(shots=10)], results_dir=tmp_path)
+    assert (row.shots, row.train_images) == (10, 30)
+    one, other = (plan_of(store, [ep(shots=10, order_seed=s)]).rows for s in (0, 1))
+    assert one.tolist() != other.tolist()
+
+
+def test_what_does_not_fit_the_store_is_refused_before_training(store, tmp_path):
+    """One wrong config among many stops the call at once."""
+    good = ep()
+    for wrong, message in (
+        (ep(layer=2), "layer 2 is not in store"),
+        (ep(num_queries=5), "num_queries=5 does not divide"),
+        (ProbeConfig(pooler="cbam", tokens="all", **QUICK), "needs the grid of patch tokens"),
+    ):
+        recorder = Recorder()
+        with pytest.raises(ConfigError, match=message):
+            fit_probes(store, [good, wrong], results_dir=tmp_path, progress=recorder)
+        assert recorder.phases == []
+
+
+@pytest.mark.parametrize("pooler", ["ep", "mhca", "gap"])
+def test_bfloat16_trains_too(store, tmp_path, pooler):
+    """Matrix products in bfloat16 learn about as well as in float32."""
+    config = ProbeConfig(pooler=pooler, lr=0.01, num_queries=4 if pooler == "ep" else None, **QUICK)
+    plain, half = (
+        fit_probes(store, [config], results_dir=tmp_path / name, precision=name)[0]
+        for name in ("float32", "bfloat16")
+    )
+    assert half.precision == ("float32" if pooler == "gap" else "bfloat16")
+    assert half.test_top1 == pytest.approx(plain.test_top1, abs=0.15)
+
+
+def test_torch_random_state_is_left_alone(store, tmp_path):
+    """Training draws from generators of its own."""
+    before = torch.random.get_rng_state()
+    fit_probes(store, [ep(epochs=1)], results_dir=tmp_path)
+    assert torch.equal(before, torch.random.get_rng_state())
