@@ -355,3 +355,19 @@ def test_label_is_the_file_name(state: State, tmp_path: Path) -> None:
     assert backbone.weights == "mine.pth"
     assert backbone.weights_digest == again.weights_digest
     assert len(backbone.weights_digest) == 64
+
+
+@pytest.mark.parametrize("kind", ["int32", "complex64", "sparse", "meta"])
+def test_values_that_are_no_plain_numbers_are_refused(kind, tmp_path):
+    """Quantised, complex, sparse and empty tensors are named, never truncated to something else."""
+    state = load_backbone("test_vit", weights="random", image_size=32)._model.state_dict()
+    key = "blocks.0.attn.qkv.weight"
+    state[key] = {
+        "int32": lambda value: value.to(torch.int32),
+        "complex64": lambda value: value.to(torch.complex64),
+        "sparse": lambda value: value.to_sparse(),
+        "meta": lambda value: value.to("meta"),
+    }[kind](state[key])
+    torch.save(state, tmp_path / "weights.pt")
+    with pytest.raises(WeightsError, match="the file holds a"):
+        load_backbone("test_vit", weights=tmp_path / "weights.pt", image_size=32)

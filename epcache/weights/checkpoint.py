@@ -73,6 +73,12 @@ def state_dicts(
     if not isinstance(checkpoint, Mapping) or depth == 0:
         return
     tensors = {k: v for k, v in checkpoint.items() if isinstance(k, str) and isinstance(v, Tensor)}
+    for key, tensor in tensors.items():
+        if tensor.layout != torch.strided or tensor.is_meta:
+            raise WeightsError(
+                f"the file holds a sparse or empty tensor, {key} of shape {tuple(tensor.shape)}; "
+                f"expected dense values"
+            )
     if tensors:
         yield where, tensors
     for key, value in checkpoint.items():

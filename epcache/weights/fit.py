@@ -276,6 +276,11 @@ def _why_absent(key: str) -> str:
 
 
 def _as(tensor: Tensor, like: Tensor) -> Tensor:
+    if like.is_floating_point() and not tensor.is_floating_point():
+        raise WeightsError(
+            f"the file holds a {tensor.dtype} tensor of shape {tuple(tensor.shape)} where the "
+            f"backbone has {like.dtype}; expected floating values, not quantised or complex ones"
+        )
     return tensor.to(like.dtype) if like.is_floating_point() else tensor
 
 
