@@ -29,6 +29,11 @@ from epcache.features import (
 from epcache.softmax import softmax_path
 
 CS = tuple(float(c) for c in 10 ** np.linspace(-6, 5, 45))
+GRID_PRODUCTS = 300
+"""Passes over the data that one C of the grid may cost. On overlapping classes a large C needs
+thousands and is never chosen; its grid point then says that it did not converge. The final fit
+has no such limit."""
+
 RELATIVE_ALPHAS = tuple(float(a) for a in 10 ** np.linspace(-6, 3, 37))
 """Times the mean eigenvalue of the fitted rows' scatter matrix."""
 
@@ -135,9 +140,17 @@ def fit_logistic(
             "pass holdout_rows or one C"
         )
 
-    def path(rows: FeatureRows, values: Sequence[float]) -> Iterator[_Model]:
+    def path(
+        rows: FeatureRows, values: Sequence[float], most_products: int | None = None
+    ) -> Iterator[_Model]:
         data = centred(rows, scaling)
-        for fit in softmax_path(data, num_classes=num_classes, cs=values, tolerance=tolerance):
+        for fit in softmax_path(
+            data,
+            num_classes=num_classes,
+            cs=values,
+            tolerance=tolerance,
+            most_products=most_products,
+        ):
             yield _Model(
                 penalty=fit.c,
                 weight_CD=fit.weight_CD,
@@ -148,7 +161,7 @@ def fit_logistic(
     unit, values, grid = scaling == "l2", sorted(set(cs)), []
     if holdout_rows is not None:
         fit_rows, holdout = train.split(holdout_rows)
-        for model in path(fit_rows, values):
+        for model in path(fit_rows, values, GRID_PRODUCTS):
             top1, _, _ = _evaluate(model, holdout, unit=unit)
             grid.append(GridPoint(value=model.penalty, val_top1=top1, converged=model.converged))
     # max keeps the first of equals, the smallest C.

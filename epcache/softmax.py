@@ -34,7 +34,12 @@ class Solution:
 
 
 def softmax_path(
-    data: Centred, *, num_classes: int, cs: Sequence[float], tolerance: float
+    data: Centred,
+    *,
+    num_classes: int,
+    cs: Sequence[float],
+    tolerance: float,
+    most_products: int | None = None,
 ) -> Iterator[Solution]:
     """Minimise for each C in turn, each from the solution before.
 
@@ -43,6 +48,8 @@ def softmax_path(
         num_classes: Number of classes C.
         cs: Weights of the cross-entropy; ascending is fastest.
         tolerance: Relative error of W at which to stop.
+        most_products: Hessian products that one C may cost; what needs more is given as far as it
+            got and marked so. None sets no such limit.
     """
     problem = _Problem(data, num_classes)
     params = torch.zeros(
@@ -52,7 +59,7 @@ def softmax_path(
         device=data.rows.device,
     )
     for c in cs:
-        params, converged = _minimise(problem, params, c, tolerance)
+        params, converged = _minimise(problem, params, c, tolerance, most_products)
         # The loss does not feel a shift of all biases; the shift is fixed at mean 0.
         params[:, -1] -= params[:, -1].mean()
         weight_KD, bias_K = data.to_raw(params[:, :-1] @ problem.axes_DR.T, params[:, -1])
@@ -147,14 +154,20 @@ class _Curvature:
             totals_K += change_BK.sum(0)
         return self.c * problem.gradient(sums_KD, totals_K) + vector_KR * problem.penalty_R
 
-    def solve(self, right_KR: Tensor, accuracy: float) -> Tensor:
-        """Preconditioned conjugate gradients, until the residual has shrunk to `accuracy`."""
+    def solve(self, right_KR: Tensor, accuracy: float) -> tuple[Tensor, int]:
+        """Preconditioned conjugate gradients, until the residual has shrunk to `accuracy`.
+
+        Returns:
+            The solution and how many products it took.
+        """
         solution_KR = torch.zeros_like(right_KR)
         residual_KR = right_KR.clone()
         scaled_KR = residual_KR / self.diagonal_KR
         direction_KR = scaled_KR.clone()
         size = first = (residual_KR * scaled_KR).sum()
-        for _ in range(MOST_PRODUCTS):
+        products = 0
+        while products < MOST_PRODUCTS:
+            products += 1
             product_KR = self.times(direction_KR)
             length = size / (direction_KR * product_KR).sum()
             solution_KR += length * direction_KR
@@ -164,11 +177,11 @@ class _Curvature:
             if size <= accuracy**2 * first:
                 break
             direction_KR = scaled_KR + size / previous * direction_KR
-        return solution_KR
+        return solution_KR, products
 
 
 def _minimise(
-    problem: _Problem, params_KR: Tensor, c: float, tolerance: float
+    problem: _Problem, params_KR: Tensor, c: float, tolerance: float, most_products: int | None
 ) -> tuple[Tensor, bool]:
     """Newton's method with a backtracking line search; the problem is convex, so it gets there.
 
@@ -176,11 +189,15 @@ def _minimise(
     the gradient.
     """
     value, gradient_KR, curvature = problem.evaluate(params_KR, c)
+    spent = 0
     for _ in range(MOST_STEPS):
         allowed = tolerance * float(params_KR[:, :-1].norm())
         if float(gradient_KR.norm()) <= allowed:
             return params_KR, True
-        step_KR = curvature.solve(-gradient_KR, accuracy=0.05)
+        if most_products is not None and spent >= most_products:
+            return params_KR, False
+        step_KR, products = curvature.solve(-gradient_KR, accuracy=0.05)
+        spent += products
         slope = float((gradient_KR * step_KR).sum())
         # The root of -slope is the error in the Hessian's metric, which is at least its length. The
         # other bound is a decrease too small for float64, as where W is zero.

@@ -142,7 +142,7 @@ def test_own_recipe():
         ({"epochs": 2.5}, "epochs must be a whole number"),
         ({"batch_size": 1}, "batch_size must be a whole number of at least 2, got 1"),
         ({"batch_size": 1001}, "batches of 1001 rows and there are 1000"),
-        ({"warmup_epochs": 90}, "warmup_epochs is 90 of 90 epochs; expected less than epochs"),
+        ({"warmup_epochs": 50}, "warmup_epochs is 50 of 50 epochs; expected less than epochs"),
         ({"warmup_epochs": -1}, "warmup_epochs must be finite and 0 or more, got -1"),
         ({"lrs": []}, "lrs is empty; give at least one value"),
         ({"lrs": [0.1, 0.0]}, "lrs must be above 0, got 0.1, 0"),
