@@ -10,7 +10,7 @@ from epcache.cli import render
 from epcache.cli.options import Json, comma_list, print_json
 from epcache.errors import ConfigError
 
-NAMES = ("extract", "write", "read", "memory")
+NAMES = ("extract", "write", "read", "memory", "step", "bank", "linear", "epochs")
 
 
 def bench(

@@ -58,7 +58,7 @@ class GroupFit:
 
     def run(self, *, again: bool = False) -> list[Row]:
         """Train what has no row yet, append rows, and return one for each trial that has one."""
-        selecting = self.plan.holdout > 0
+        held_out = self.plan.held_out
         if not again:
             self._recall()
         todo = [trial for trial in self.trials if self.ledger[trial.run].row is None]
@@ -67,11 +67,10 @@ class GroupFit:
                 f"{len(self.trials) - len(todo)} of {len(self.trials)} probes have a row already "
                 f"and are not trained again (--again does)"
             )
-        if selecting:
-            learn, held = self.plan.held_out
-            self._pass("select", todo, learn, held)
+        if held_out is not None:
+            self._pass("select", todo, *held_out)
             todo = [trial for trial in self._winners() if not self._is_scored(trial)]
-        self._pass("refit" if selecting else "train", todo, None, None)
+        self._pass("refit" if held_out is not None else "train", todo, None, None)
         self._finish()
         found = (self.ledger[trial.run].row for trial in self.trials)
         return [row for row in found if row is not None]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -115,6 +114,8 @@ class GroupPlan:
             label_smoothing=recipes[0].label_smoothing,
         )
         self.trials = self._make_trials(configs, recipes)
+        self.held_out = self._hold_out() if self.holdout else None
+        """Positions in ``rows`` to train on and to choose by; None where nothing is chosen."""
 
     def _views(self, asked: int | None) -> int:
         has = self.store[self.train_split].num_views
@@ -180,9 +181,7 @@ class GroupPlan:
             dim_out=pooler.dim_out,
         )
 
-    @cached_property
-    def held_out(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Positions in ``rows`` to train on and to choose by."""
+    def _hold_out(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         labels = self.store[self.train_split].labels[self.rows]
         learn, held = stratified_holdout(labels, share=self.holdout, seed=self.order_seed)
         if not len(held):

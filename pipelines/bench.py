@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from epcache import bench as parts
+from epcache import bench_probe as probe_parts
 from epcache.home import home_dir
 
 BENCHES: dict[str, Callable[[Path], list[parts.Figure]]] = {
@@ -16,6 +17,10 @@ BENCHES: dict[str, Callable[[Path], list[parts.Figure]]] = {
     "write": lambda folder: [parts.bench_write(folder)],
     "read": parts.bench_read,
     "memory": lambda folder: [parts.bench_memory(folder)],
+    "step": lambda folder: probe_parts.bench_step(),
+    "bank": lambda folder: probe_parts.bench_bank(),
+    "linear": probe_parts.bench_linear,
+    "epochs": probe_parts.bench_epochs,
 }
 
 

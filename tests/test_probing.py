@@ -148,8 +148,11 @@ def test_without_held_out_data_nothing_is_chosen(store, tmp_path):
 
 def test_a_share_that_holds_out_nothing_is_refused(store, tmp_path):
     """One shot a class leaves nothing to choose by: said before anything is trained."""
+    recorder = Recorder()
+    configs = [ep(), ep(shots=1, batch_size=2)]
     with pytest.raises(ConfigError, match="holds out none; use 0"):
-        fit_probes(store, [ep(shots=1, batch_size=2)], results_dir=tmp_path)
+        fit_probes(store, configs, results_dir=tmp_path, progress=recorder)
+    assert recorder.phases == []
 
 
 def test_streamed_and_resident_give_the_same_rows(store, tmp_path):
