@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import typer
 
-from epcache.cli import render_store
+from epcache.cli import render, render_features, render_probe, render_store
 from epcache.cli.options import Json, print_json
 
 
@@ -13,11 +15,19 @@ def demo(json: Json = False) -> None:
     from epcache.pipelines import demo as pipeline
 
     with render_store.ExtractView() as view:
-        result = pipeline.demo(view)
+        extracted = pipeline.extract_digits(view)
+    store = Path(extracted["store"])
+    if not json:
+        render_store.extracted(extracted)
+    neighbours = pipeline.neighbours(store, render.note)
+    with render_probe.ProbeView() as probe_view:
+        probes = pipeline.probes(store, probe_view)
     if json:
-        print_json(result)
+        studies = {"knn": neighbours.to_json(), "probe": probes.to_json()}
+        print_json({"extract": extracted, **studies})
     else:
-        render_store.extracted(result["extract"])
+        render_features.knn(neighbours)
+        render_probe.probed(probes)
 
 
 def register(app: typer.Typer) -> None:

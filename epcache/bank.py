@@ -141,6 +141,30 @@ class EpStack(Stack):
         return (y_PBO - mean[:, None]) * (var[:, None] + self.eps).rsqrt()
 
 
+class LinearStack(Stack):
+    """Linear probes without parameters in the pooler: pooled and normalised once for all of them.
+
+    Their batch statistics are those of the same vectors, so they are taken once and one matrix
+    product scores every probe.
+    """
+
+    def logits(self, tokens_BND: Tensor, *, training: bool) -> Tensor:
+        """Class scores of every probe, (P, B, C) float32; in training, updates the statistics."""
+        self._skeleton.train(training)
+        weight_PCO, bias_PC = self.params["head.weight"], self.params["head.bias"]
+        state = {name: value[0] for name, value in self.buffers.items()}
+        norm = {name.removeprefix("norm."): value for name, value in state.items()}
+        pooled_BO = self._skeleton.pooler(tokens_BND)
+        normal_BO = functional_call(self._skeleton.norm, norm, (pooled_BO,))
+        if training:
+            self.buffers = {
+                f"norm.{name}": value.expand(len(self.members), *value.shape)
+                for name, value in norm.items()
+            }
+        logits_BPC: Tensor = (normal_BO @ weight_PCO.flatten(0, 1).T).view(-1, *bias_PC.shape)
+        return (logits_BPC + bias_PC).transpose(0, 1)
+
+
 class ProbeBank:
     """Probes that see the same tokens in the same order.
 
@@ -171,8 +195,7 @@ class ProbeBank:
             probes = [
                 trainees[i].build(dim=dim, grid=grid, num_classes=num_classes) for i in positions
             ]
-            first = trainees[positions[0]]
-            kind = EpStack if first.pooler == "ep" and first.options.get("value", True) else Stack
+            kind = stack_kind(trainees[positions[0]])
             self.stacks.append(kind(probes, positions, self.device))
 
     def logits(self, tokens_BND: Tensor, *, training: bool) -> list[Tensor]:
@@ -214,6 +237,15 @@ class ProbeBank:
         )
         gradients = [{name: next(flat) for name in stack.params} for stack in self.stacks]
         return [loss.detach() for loss in losses], gradients
+
+
+def stack_kind(trainee: Trainee) -> type[Stack]:
+    """The fast path of a probe's structure, or the general one."""
+    if trainee.pooler == "ep" and trainee.options.get("value", True):
+        return EpStack
+    if trainee.pooler == "cls" or (trainee.pooler == "gap" and not trainee.options.get("value")):
+        return LinearStack
+    return Stack
 
 
 def cross_entropy(logits_PBC: Tensor, labels_B: Tensor, *, label_smoothing: float) -> Tensor:

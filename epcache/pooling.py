@@ -4,8 +4,11 @@ Tokens are constants of a probe, so nothing is ever differentiated with respect 
 matrix products that automatic differentiation would do, four are left, and all queries of all
 probes take part in the same four. Images are taken a few at a time so that scores stay in cache.
 
-    S = Q X^T      A = softmax(S)      Z = A X
-    dA = dZ X^T    dS = A (dA - <dZ, Z>)      dQ = sum over images of dS X
+    S = X Q^T      A = softmax over tokens of S      Z = A^T X
+    dA = X dZ^T    dS = A (dA - sum over tokens of A dA)    dQ = sum over images of dS^T X
+
+Scores lie as images x tokens x queries: then S and dQ are one product each over the tokens of all
+images of a part, and few queries cost little more than their share.
 """
 
 from __future__ import annotations
@@ -15,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-TILE_SCORES = 2**20
-"""Scores (images x queries x tokens) a tile; 4 MB in float32 stay in the last-level cache."""
+TILE_SCORES = 2**19
+"""Scores (images x tokens x queries) of a part; 2 MB in float32 stay in a core's cache."""
 
 
 def attention_pool(queries_QD: Tensor, tokens_BND: Tensor) -> Tensor:
@@ -38,30 +41,39 @@ class _AttentionPool(torch.autograd.Function):
     def forward(ctx: Any, queries_QD: Tensor, tokens_BND: Tensor) -> Tensor:
         num_images, num_tokens, dim = tokens_BND.shape
         num_queries = len(queries_QD)
-        queries = queries_QD.to(tokens_BND.dtype)
-        weights_BQN = tokens_BND.new_empty(num_images, num_queries, num_tokens)
+        queries_DQ = queries_QD.to(tokens_BND.dtype).T
+        weights_BNQ = tokens_BND.new_empty(num_images, num_tokens, num_queries)
         pooled_BQD = tokens_BND.new_empty(num_images, num_queries, dim)
         for tile in tiles(num_images, num_queries * num_tokens):
-            tokens = tokens_BND[tile]
-            scores = torch.matmul(queries, tokens.transpose(1, 2))
-            weights_BQN[tile] = torch.softmax(scores, dim=-1, dtype=torch.float32)
-            torch.bmm(weights_BQN[tile], tokens, out=pooled_BQD[tile])
-        ctx.save_for_backward(tokens_BND, weights_BQN, pooled_BQD)
+            tokens, weights = tokens_BND[tile], weights_BNQ[tile]
+            torch.mm(tokens.reshape(-1, dim), queries_DQ, out=weights.view(-1, num_queries))
+            softmax_over_tokens(weights)
+            torch.bmm(weights.transpose(1, 2), tokens, out=pooled_BQD[tile])
+        ctx.save_for_backward(tokens_BND, weights_BNQ)
         return pooled_BQD.float()
 
     @staticmethod
     def backward(ctx: Any, grad_BQD: Tensor) -> tuple[Tensor, None]:
-        tokens_BND, weights_BQN, pooled_BQD = ctx.saved_tensors
-        num_images, num_queries, num_tokens = weights_BQN.shape
-        grad_QD = grad_BQD.new_zeros(num_queries, tokens_BND.shape[2], dtype=torch.float32)
+        tokens_BND, weights_BNQ = ctx.saved_tensors
+        num_images, num_tokens, num_queries = weights_BNQ.shape
+        dim = tokens_BND.shape[2]
+        grad_QD = grad_BQD.new_zeros(num_queries, dim)
         for tile in tiles(num_images, num_queries * num_tokens):
-            tokens, weights, grad = tokens_BND[tile], weights_BQN[tile], grad_BQD[tile]
-            # sum_n a_n dA_n is <dZ, Z>: over the width once instead of over the tokens
-            inner_BQ1 = (grad * pooled_BQD[tile]).sum(-1, keepdim=True)
-            grad_weights = torch.bmm(grad.to(tokens.dtype), tokens.transpose(1, 2))
-            grad_scores = weights * (grad_weights - inner_BQ1.to(tokens.dtype))
-            grad_QD += torch.bmm(grad_scores, tokens).sum(0, dtype=torch.float32)
+            tokens, weights = tokens_BND[tile], weights_BNQ[tile]
+            grad = grad_BQD[tile].to(tokens.dtype)
+            grad_scores = torch.bmm(tokens, grad.transpose(1, 2)).mul_(weights)
+            total = grad_scores.sum(1, keepdim=True, dtype=torch.float32).to(tokens.dtype)
+            grad_scores.addcmul_(weights, total, value=-1)
+            grad_QD += grad_scores.view(-1, num_queries).T @ tokens.reshape(-1, dim)
         return grad_QD, None
+
+
+def softmax_over_tokens(scores_BNQ: Tensor) -> None:
+    """In place, in float32 whatever the scores' type."""
+    if scores_BNQ.dtype == torch.float32:
+        torch.softmax(scores_BNQ, dim=1, out=scores_BNQ)
+    else:
+        scores_BNQ.copy_(torch.softmax(scores_BNQ, dim=1, dtype=torch.float32))
 
 
 def tiles(num_images: int, scores_per_image: int) -> list[slice]:

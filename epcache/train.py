@@ -275,10 +275,12 @@ def evaluate(bank: ProbeBank, stream: Stream) -> tuple[dict[int, float], dict[in
     for tokens, labels in stream.in_order():
         seen += len(labels)
         for index, logits_PBC in enumerate(bank.logits(tokens, training=False)):
-            ranked = logits_PBC.topk(min(5, logits_PBC.shape[2]), dim=2).indices
-            hits = ranked == labels[None, :, None]
-            right1[index] += hits[..., 0].sum(1)
-            right5[index] += hits.any(2).sum(1)
+            # Classes that score no less than the right one: its rank, ties counted against it.
+            # A comparison and a sum cost a tenth of sorting out the five largest.
+            places = labels[None, :, None].expand(len(logits_PBC), -1, 1)
+            rank_PB = (logits_PBC >= logits_PBC.gather(2, places)).sum(2)
+            right1[index] += (rank_PB == 1).sum(1)
+            right5[index] += ((rank_PB >= 1) & (rank_PB <= 5)).sum(1)
     found: tuple[dict[int, float], dict[int, float]] = ({}, {})
     for result, right in zip(found, (right1, right5), strict=True):
         for stack, counts in zip(bank.stacks, right, strict=True):
