@@ -25,7 +25,7 @@ from epcache.norm import FinalNorm
 from epcache.poolers import make_pooler
 from epcache.probe import Probe
 from epcache.results import RUNS, Row, results_dir
-from epcache.store.files import write_durably
+from epcache.store.files import remove_partials, write_durably
 from epcache.train import Outcome
 
 WEIGHTS = ("best", "last")
@@ -90,6 +90,7 @@ class RunFiles:
 
     def _write(self, name: str, data: bytes) -> None:
         write_durably(self.path / name, data, partial_dir=self.path)
+        remove_partials(self.path / name)
 
 
 def curve_json(trained: Trained) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from epcache.bank import ProbeBank
 from epcache.hardware import PRECISIONS, describe_device
 from epcache.results import Row, append_rows, read_rows, run_name
 from epcache.runs import RunFiles, Trained
+from epcache.store.files import remove_partials
 from epcache.stream import PooledSource, Source, TokenKind, TokenSource, TokenStream
 from epcache.train import Fit, Outcome
 from epcache.trials import GroupPlan, Machine, Trial, describe
@@ -243,6 +244,7 @@ class GroupFit:
             append_rows(rows, self.folder)
         for path in self.checkpoints:
             path.unlink(missing_ok=True)
+            remove_partials(path)
 
     def _row(self, trial: Trial, entry: Ledger) -> Row:
         config, final = trial.config, entry.refit

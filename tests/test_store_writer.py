@@ -35,7 +35,7 @@ from storekit import (
 from epcache.errors import SpaceError, StoreError
 from epcache.store import journal
 from epcache.store.documents import is_sealed
-from epcache.store.files import WriterLock, file_sha256
+from epcache.store.files import WriterLock, file_sha256, remove_partials
 from epcache.store.journal import append_entry, read_journal
 from epcache.store.reader import open_store
 from epcache.store.shard import ShardWriter
@@ -592,3 +592,16 @@ def test_quarantine_is_told_with_its_rows(tmp_path):
     ]
     assert (tmp_path / "s/val/quarantine.jsonl").read_bytes() == b""
     assert np.flatnonzero(~open_store(tmp_path / "s")["train"].valid).tolist() == [3]
+
+
+def test_partial_files_of_dead_runs_go_and_of_living_ones_stay(tmp_path):
+    """What a killed run left beside a file goes; what a living process writes stays."""
+    target = tmp_path / "fit.safetensors"
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    gone = tmp_path / f"fit.safetensors.{dead.pid}.partial"
+    stays = [tmp_path / f"fit.safetensors.{os.getpid()}.partial", tmp_path / "fit.safetensors.bak"]
+    for path in (target, gone, *stays):
+        path.write_bytes(b"x")
+    remove_partials(target)
+    assert sorted(tmp_path.iterdir()) == sorted([target, *stays])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import glob
 import hashlib
 import os
 import shutil
@@ -22,7 +23,7 @@ LOCK = ".lock"
 
 def write_durably(path: Path, data: bytes, *, partial_dir: Path) -> None:
     """Replace or create ``path`` so that a crash leaves the old file or the new one, whole."""
-    partial = partial_dir / f"file-{os.getpid()}"
+    partial = partial_dir / f"{path.name}.{os.getpid()}{PARTIAL}"
     with disk_full_is_clear(path):
         partial_dir.mkdir(parents=True, exist_ok=True)
         make_dir_durably(path.parent)
@@ -32,6 +33,28 @@ def write_durably(path: Path, data: bytes, *, partial_dir: Path) -> None:
             os.fsync(file.fileno())
         partial.replace(path)
         fsync_dir(path.parent)
+
+
+def remove_partials(path: Path) -> None:
+    """Remove what runs that were killed left beside ``path`` in the middle of ``write_durably``.
+
+    The name holds the process; what a living one is writing stays.
+    """
+    for partial in path.parent.glob(f"{glob.escape(path.name)}.*{PARTIAL}"):
+        process = partial.name.removeprefix(f"{path.name}.").removesuffix(PARTIAL)
+        if not (process.isdecimal() and is_running(int(process))):
+            partial.unlink(missing_ok=True)
+
+
+def is_running(process: int) -> bool:
+    """Whether a process of this machine lives."""
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
 
 
 def make_dir_durably(path: Path) -> None:
