@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from rich.console import Console
 from rich.markup import escape
@@ -82,6 +83,30 @@ def duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+class LiveView:
+    """What a long command shows on stderr: a bar on a terminal, else a line every few seconds."""
+
+    def __init__(self) -> None:
+        self._terminal = stream_is_terminal(stderr=True)
+        self._bar: Progress | None = None
+        self._started = self._shown = time.monotonic()
+
+    def __enter__(self) -> Self:
+        """Nothing to show yet."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Take the bar down, so that the cursor comes back whatever happened."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+    def message(self, text: str) -> None:
+        """One line; above the bar where there is one."""
+        console = self._bar.console if self._bar else screen(stderr=True)
+        console.print(f"[dim]{escape(text)}[/dim]", soft_wrap=not self._terminal)
 
 
 class ByteProgress:

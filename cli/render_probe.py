@@ -6,16 +6,15 @@ import shlex
 import time
 from typing import TYPE_CHECKING
 
-from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn
 
 from epcache.cli.render import (
     PLAIN_SECONDS,
+    LiveView,
     duration,
     next_step,
     note,
     screen,
-    stream_is_terminal,
     table,
 )
 
@@ -30,30 +29,10 @@ SHOWN = 30
 """Rows of a table; ``rows.jsonl`` has all."""
 
 
-class ProbeView:
-    """Shows training on stderr: a bar a pass, or a plain line every few seconds."""
+class ProbeView(LiveView):
+    """Shows training, pass by pass."""
 
-    def __init__(self) -> None:
-        self._terminal = stream_is_terminal(stderr=True)
-        self._bar: Progress | None = None
-        self._started = self._shown = time.monotonic()
-        self._first: int | None = None
-
-    def __enter__(self) -> ProbeView:
-        """Nothing to show yet."""
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Take the bar down, so that the cursor comes back whatever happened."""
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
-
-    def message(self, text: str) -> None:
-        """One line; above the bar where there is one."""
-        (self._bar.console if self._bar else screen(stderr=True)).print(
-            f"[dim]{escape(text)}[/dim]", soft_wrap=True
-        )
+    _first: int | None = None
 
     def start(self, what: str, epochs: int) -> None:
         """A pass begins."""

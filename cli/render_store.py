@@ -8,18 +8,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn
 
 from epcache.cli.render import (
     PLAIN_SECONDS,
+    LiveView,
     duration,
     error,
     facts,
     next_step,
     note,
     screen,
-    stream_is_terminal,
     table,
 )
 from epcache.store.files import format_bytes
@@ -42,29 +41,10 @@ def quarantined(number: int | None) -> str:
     return f" ({number} quarantined)" if number else ""
 
 
-class ExtractView:
-    """Shows an extraction on stderr: the plan, then a bar, or a plain line every few seconds."""
+class ExtractView(LiveView):
+    """Shows an extraction: the plan, then how far it is."""
 
-    def __init__(self) -> None:
-        self._terminal = stream_is_terminal(stderr=True)
-        self._bar: Progress | None = None
-        self._total = 0
-        self._started = self._shown = time.monotonic()
-
-    def __enter__(self) -> ExtractView:
-        """Nothing to show yet."""
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Take the bar down, so that the cursor comes back whatever happened."""
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
-
-    def message(self, text: str) -> None:
-        """One line; above the bar where there is one."""
-        console = self._bar.console if self._bar else screen(stderr=True)
-        console.print(f"[dim]{escape(text)}[/dim]", soft_wrap=not self._terminal)
+    _total = 0
 
     def plan(self, plan: ExtractPlan, committed: int) -> None:
         """What is about to happen."""

@@ -296,14 +296,19 @@ def bench_read(work_dir: Path, *, num_images: int = 4096, num_repeats: int = 7) 
     return figures
 
 
-def bench_extract(work_dir: Path, *, num_images: int = 256, num_repeats: int = 3) -> Figure:
-    """All layers of a ViT-S/14, against the same loader and forward with tokens thrown away."""
-    folder = work_dir / "images"
+def write_jpegs(folder: Path, num_images: int) -> Path:
+    """A folder of 500 x 375 pictures, soft enough to be the size of photographs."""
     folder.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(0)
     for row in range(num_images):
         small = rng.integers(0, 256, (12, 16, 3), np.uint8)
         Image.fromarray(small).resize((500, 375)).save(folder / f"{row}.jpg", quality=90)
+    return folder
+
+
+def bench_extract(work_dir: Path, *, num_images: int = 256, num_repeats: int = 3) -> Figure:
+    """All layers of a ViT-S/14, against the same loader and forward with tokens thrown away."""
+    folder = write_jpegs(work_dir / "images", num_images)
     backbone = load_backbone("dinov2_vits14", weights="random:0", image_size=224)
     layers = tuple(range(backbone.num_layers))
     spec = synthetic_spec(num_images, backbone.num_layers)

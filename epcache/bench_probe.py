@@ -28,6 +28,7 @@ from epcache.bench import (
     rows_split,
     synthetic_spec,
     timed,
+    write_jpegs,
     write_store,
 )
 from epcache.dataset import BatchPlan, ImageLoader, Preprocess
@@ -241,12 +242,7 @@ def bench_linear(work_dir: Path, *, num_repeats: int = 3) -> list[Figure]:
 
 def bench_epochs(work_dir: Path, *, num_images: int = 64, num_repeats: int = 3) -> list[Figure]:
     """90 epochs of EP M=32: from the cache, extraction included, against the backbone each time."""
-    folder = work_dir / "images"
-    folder.mkdir(parents=True, exist_ok=True)
-    rng = np.random.default_rng(0)
-    for row in range(num_images):
-        small = rng.integers(0, 256, (12, 16, 3), np.uint8)
-        Image.fromarray(small).resize((500, 375)).save(folder / f"{row}.jpg", quality=90)
+    folder = write_jpegs(work_dir / "images", num_images)
     backbone = load_backbone("dinov2_vits14", weights="random:0", image_size=224)
     split = rows_split(num_images, lambda row: Image.open(folder / f"{row}.jpg"))
     loader = ImageLoader(Preprocess(image_size=224), seed=0, num_workers=os.cpu_count() or 1)
