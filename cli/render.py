@@ -41,7 +41,8 @@ def error(text: str) -> None:
 
 def note(text: str) -> None:
     """A quiet line on stderr."""
-    screen(stderr=True).print(f"[dim]{escape(text)}[/dim]", soft_wrap=True)
+    wrap = not stream_is_terminal(stderr=True)
+    screen(stderr=True).print(f"[dim]{escape(text)}[/dim]", soft_wrap=wrap)
 
 
 def facts(rows: Iterable[tuple[str, str]], *, stderr: bool = False) -> None:
