@@ -79,6 +79,11 @@ def next_step(done: str, command: str) -> None:
     console.print(f"next: [bold]{escape(command)}[/bold]", soft_wrap=True)
 
 
+def percent(share: float | None) -> str:
+    """``84.03`` for 0.8403; ``-`` where there is none."""
+    return "-" if share is None else f"{100 * share:.2f}"
+
+
 def duration(seconds: float) -> str:
     """``0:42`` or ``3:07:21``."""
     minutes, rest = divmod(round(seconds), 60)

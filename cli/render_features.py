@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from epcache.cli.render import facts, next_step, note, table
+from epcache.cli.render import facts, next_step, note, percent, table
 
 if TYPE_CHECKING:
     from epcache.pipelines.readout import Study
@@ -63,11 +63,6 @@ def feature_rows(study: Study, columns: Mapping[str, Callable[[Row], str]], comm
         f"wrote {len(rows)} row{'s' * (len(rows) > 1)} to {study.rows_path}",
         f"epcache {command} {shlex.quote(store)}",
     )
-
-
-def percent(share: float | None) -> str:
-    """``84.03`` for 0.8403; ``-`` where there is none."""
-    return "-" if share is None else f"{100 * share:.2f}"
 
 
 def poolers(

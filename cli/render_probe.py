@@ -14,6 +14,7 @@ from epcache.cli.render import (
     duration,
     next_step,
     note,
+    percent,
     screen,
     table,
 )
@@ -116,11 +117,6 @@ def cells(row: Row) -> Sequence[str]:
         "-" if row.best_epoch is None else str(row.best_epoch),
         row.run,
     )
-
-
-def percent(share: float | None) -> str:
-    """``81.23``, or a dash."""
-    return "-" if share is None else f"{100 * share:.2f}"
 
 
 def explanation(rows: Sequence[Row]) -> str:

@@ -127,6 +127,8 @@ class Backbone:
     def self_check(self, images_BCHW: Tensor, precision: str = "float32") -> SelfCheck:
         """Compare our last tokens, finished by the final norm, with the backbone's own features.
 
+        The same images have to give the same tokens a second time, too.
+
         Args:
             images_BCHW: uint8 (B, 3, S, S); one or two images are enough.
             precision: As in :meth:`tokens`.

@@ -19,7 +19,7 @@ from epcache.dataset import Preprocess
 from epcache.errors import ConfigError, SpaceError
 from epcache.order import store_order
 from epcache.store.documents import read_root
-from epcache.store.files import PARTIAL, format_bytes, free_bytes
+from epcache.store.files import LOCK, PARTIAL, format_bytes, free_bytes
 from epcache.store.spec import Geometry, SplitSpec, StoreSpec, default_shard_rows
 from epcache.store.writer import Samples
 
@@ -293,7 +293,7 @@ def is_begun_by_us(folder: Path) -> bool:
     Such a run leaves its folder for uncommitted files, which holds one numbered folder a rank.
     """
     names = {path.name for path in folder.iterdir()}
-    if not names or names <= {".lock", ".lock.store"}:
+    if names <= {LOCK, f"{LOCK}.store"}:
         return True
     partial = folder / PARTIAL
     return partial.is_dir() and all(path.name.isdecimal() for path in partial.iterdir())

@@ -70,9 +70,10 @@ def extract(config: ExtractConfig, observer: Observer) -> dict[str, Any]:
     ) as store:
         norm = plan.backbone.final_norm
         store.begin(plan.samples(), plan.provenance(), norm.to_bytes() if norm else None)
-        if store.tasks():
+        tasks = store.tasks()  # looks at every committed file, so once
+        if tasks:
             observer.message(self_check(plan))
-        observer.start(sum(task.num_rows for task in store.tasks()))
+        observer.start(sum(task.num_rows for task in tasks))
         extract_tokens(
             plan.backbone,
             plan.manifest.splits,
