@@ -280,7 +280,8 @@ def check_place(store_path: Path, data_root: Path | None) -> None:
                 f"--out {store_path} and the data set {data_root} lie in one another; a store "
                 f"needs a folder of its own"
             )
-    if place.is_dir() and read_root(place) is None and not is_begun_by_us(place):
+    # In this order: another rank may write the root document, or seal, between the two looks.
+    if place.is_dir() and not is_begun_by_us(place) and read_root(place) is None:
         raise ConfigError(
             f"--out {store_path} is a folder with other things in it and no store; give a new or "
             f"an empty one"
@@ -293,10 +294,12 @@ def is_begun_by_us(folder: Path) -> bool:
     Such a run leaves its folder for uncommitted files, which holds one numbered folder a rank.
     """
     names = {path.name for path in folder.iterdir()}
-    if names <= {LOCK, f"{LOCK}.store"}:
+    if all(name == LOCK or name.startswith(f"{LOCK}.") for name in names):
         return True
-    partial = folder / PARTIAL
-    return partial.is_dir() and all(path.name.isdecimal() for path in partial.iterdir())
+    try:
+        return all(path.name.isdecimal() for path in (folder / PARTIAL).iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return False
 
 
 def keep_begun(
