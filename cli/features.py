@@ -2,35 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Annotated, Literal, TypeVar
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
 import typer
 
-from epcache.cli import render, render_features
-from epcache.cli.options import Json, comma_list, print_json, share
+from epcache.cli import options, render, render_features
+from epcache.cli.options import comma_list, numbers, print_json, share_of
+from epcache.cli.options import share as as_share
 from epcache.cli.store import StorePath
 
-Layer = Annotated[int, typer.Option(help="Block index; -1 is the last.")]
 PoolerList = Annotated[
     list[str] | None,
     typer.Option(
         "--pooler", help="cls, gap (mean patch token); repeat or use commas. [default: both]"
     ),
 ]
-Norm = Annotated[
-    str, typer.Option(help="final, none, or auto: what the backbone's published protocol does.")
-]
-Seed = Annotated[int, typer.Option(help="Of the choice of held-out images.")]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")]
-N = TypeVar("N", int, float)
+Seed = Annotated[int, typer.Option(help="Of the choice of held-out images and of the subset.")]
 
 
 def knn(
     store: StorePath = None,
-    layer: Layer = -1,
+    layer: options.Layer = -1,
+    average_layers: options.AverageLayers = 1,
     pooler: PoolerList = None,
-    norm: Norm = "auto",
+    norm: options.Norm = "auto",
+    shots: options.Shots = None,
+    share: options.Share = None,
     k: Annotated[
         list[str] | None, typer.Option(help="Neighbours that vote. [default: 10,20,100,200]")
     ] = None,
@@ -46,24 +44,18 @@ def knn(
         ),
     ] = "auto",
     seed: Seed = 0,
-    device: Device = "auto",
-    json: Json = False,
+    device: options.Device = "auto",
+    json: options.Json = False,
 ) -> None:
     """Classify by the nearest training images: cosine, weighted votes."""
     from epcache.knn import KS, TEMPERATURES
     from epcache.pipelines import features as pipeline
-    from epcache.pipelines.store import find_store
 
     config = pipeline.KnnConfig(
-        store=find_store(store, say=render.note),
-        layer=layer,
-        poolers=comma_list(pooler),
-        norm=norm,
+        **shared(store, pooler, layer, average_layers, norm, shots, share, seed, device),
         ks=numbers(k, int, "--k") or KS,
         temperatures=numbers(temperature, float, "--temperature") or TEMPERATURES,
         holdout=judge(holdout),
-        seed=seed,
-        device=device,
     )
     with render.ByteProgress("pooling") as progress:
         study = pipeline.knn(config, say=render.note, progress=progress.update)
@@ -75,9 +67,12 @@ def knn(
 
 def linear(
     store: StorePath = None,
-    layer: Layer = -1,
+    layer: options.Layer = -1,
+    average_layers: options.AverageLayers = 1,
     pooler: PoolerList = None,
-    norm: Norm = "auto",
+    norm: options.Norm = "auto",
+    shots: options.Shots = None,
+    share: options.Share = None,
     method: Annotated[
         list[str] | None,
         typer.Option(help="logistic, ridge; repeat or use commas. [default: both]"),
@@ -93,23 +88,17 @@ def linear(
         str, typer.Option(help="Share of train that chooses the penalty; 0 with a single --l2.")
     ] = "10%",
     seed: Seed = 0,
-    device: Device = "auto",
-    json: Json = False,
+    device: options.Device = "auto",
+    json: options.Json = False,
 ) -> None:
     """Fit logistic regression and ridge; the penalty is chosen on held-out training images."""
     from epcache.pipelines import features as pipeline
-    from epcache.pipelines.store import find_store
 
     config = pipeline.LinearConfig(
-        store=find_store(store, say=render.note),
-        layer=layer,
-        poolers=comma_list(pooler),
-        norm=norm,
+        **shared(store, pooler, layer, average_layers, norm, shots, share, seed, device),
         methods=comma_list(method) or pipeline.METHODS,
         l2=numbers(l2, float, "--l2"),
-        holdout=share(holdout),
-        seed=seed,
-        device=device,
+        holdout=as_share(holdout),
     )
     with render.ByteProgress("pooling") as progress:
         study = pipeline.linear(config, say=render.note, progress=progress.update)
@@ -119,24 +108,32 @@ def linear(
         render_features.linear(study)
 
 
+def shared(
+    store: Path | None,
+    pooler: list[str] | None,
+    layer: int,
+    average_layers: int,
+    norm: str,
+    shots: int | None,
+    share: str | None,
+    seed: int,
+    device: str,
+) -> dict[str, Any]:
+    """What both commands ask, as the fields of ``FeatureConfig``."""
+    from epcache.pipelines.store import find_store
+
+    return {
+        "store": find_store(store, say=render.note), "poolers": comma_list(pooler),
+        "layer": layer, "average_layers": average_layers, "norm": norm, "shots": shots,
+        "share": share_of(share), "seed": seed, "device": device,
+    }  # fmt: skip
+
+
 def judge(text: str) -> float | Literal["auto", "loo"]:
     """``auto``, ``loo``, or a share."""
     if text == "auto":
         return "auto"
-    return "loo" if text == "loo" else share(text)
-
-
-def numbers(values: Sequence[str] | None, kind: Callable[[str], N], option: str) -> tuple[N, ...]:
-    """Numbers given by repeats or commas.
-
-    Raises:
-        typer.BadParameter: One of them is none.
-    """
-    try:
-        return tuple(kind(value) for value in comma_list(values))
-    except ValueError:
-        what = "whole numbers" if kind is int else "numbers"
-        raise typer.BadParameter(f"{option} {','.join(values or ())}: expected {what}") from None
+    return "loo" if text == "loo" else as_share(text)
 
 
 def register(app: typer.Typer) -> None:

@@ -8,7 +8,21 @@ import traceback
 
 import typer
 
-from epcache.cli import bench, catalog, demo, extract, features, poolers, probe, store
+from epcache.cli import (
+    attention,
+    bench,
+    catalog,
+    demo,
+    extract,
+    features,
+    layerwise,
+    lowshot,
+    poolers,
+    probe,
+    report,
+    store,
+    sweep,
+)
 from epcache.errors import EpcacheError
 
 app = typer.Typer(
@@ -17,9 +31,13 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-for module in (demo, extract, store, probe, features, catalog, poolers, bench):
+for module in (
+    demo, extract, store, probe, features, layerwise, lowshot, sweep, attention, report, catalog,
+    poolers, bench,
+):  # fmt: skip
     module.register(app)
 
 

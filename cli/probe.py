@@ -8,9 +8,9 @@ from typing import Annotated
 
 import typer
 
-from epcache.cli import render, render_probe
-from epcache.cli.features import numbers
-from epcache.cli.options import Json, comma_list, print_json, share
+from epcache.cli import options, render, render_probe
+from epcache.cli.options import comma_list, numbers, print_json, running, share_of
+from epcache.cli.options import share as as_share
 from epcache.cli.store import StorePath
 
 
@@ -21,35 +21,23 @@ def probe(
         list[str] | None,
         typer.Option(help="Poolers, trained in one pass: repeat or use commas. [default: ep]"),
     ] = None,
-    num_queries: Annotated[
-        list[str] | None, typer.Option("--M", "--num-queries", help="Queries. [default: 32 of ep]")
-    ] = None,
+    num_queries: options.NumQueries = None,
     dim_out: Annotated[
         list[str] | None, typer.Option(help="Pooled width O. [default: the tokens' width]")
     ] = None,
-    layer: Annotated[int, typer.Option(help="Block index; -1 is the last.")] = -1,
-    tokens: Annotated[
-        str, typer.Option(help="patch, all ([CLS] in front of them), or cls.")
-    ] = "patch",
-    norm: Annotated[
-        str, typer.Option(help="final, none, or auto: what the backbone's protocol does.")
-    ] = "auto",
-    lr: Annotated[
-        list[str] | None, typer.Option(help="Learning rates to try. [default: the recipe's grid]")
-    ] = None,
-    weight_decay: Annotated[
-        list[str] | None, typer.Option(help="Weight decays to try. [default: the recipe's]")
-    ] = None,
-    recipe: Annotated[
-        str, typer.Option(help="small: AdamW and a grid of rates. paper: LARS, batch 4096.")
-    ] = "small",
-    optimizer: Annotated[
-        str | None, typer.Option(help="lars, sgd, adamw; needs --lr. [default: the recipe's]")
-    ] = None,
-    epochs: Annotated[int | None, typer.Option(help="[default: the recipe's]")] = None,
-    batch_size: Annotated[int | None, typer.Option(help="[default: the recipe's]")] = None,
+    layer: options.Layer = -1,
+    average_layers: options.AverageLayers = 1,
+    tokens: options.Tokens = "patch",
+    norm: options.Norm = "auto",
+    lr: options.Lr = None,
+    weight_decay: options.WeightDecay = None,
+    recipe: options.Recipe = "small",
+    optimizer: options.Optimizer = None,
+    epochs: options.Epochs = None,
+    batch_size: options.BatchSize = None,
     label_smoothing: Annotated[float | None, typer.Option(help="[default: the recipe's]")] = None,
-    shots: Annotated[int | None, typer.Option(help="Training images a class.")] = None,
+    shots: options.Shots = None,
+    share: options.Share = None,
     views: Annotated[
         int | None, typer.Option(help="Cached views to alternate between. [default: all]")
     ] = None,
@@ -61,36 +49,32 @@ def probe(
     ] = 0,
     holdout: Annotated[
         str,
-        typer.Option(help="Share of train that chooses rate and epoch; 0 chooses nothing."),
+        typer.Option(
+            help="Share of train that chooses rate and epoch; 0 chooses nothing. With --shots or "
+            "--share, training images outside the subset choose."
+        ),
     ] = "0.1",
-    memory_budget: Annotated[
-        str | None,
-        typer.Option(help="Tokens kept in memory, such as 2GB. [default: half of what is free]"),
-    ] = None,
-    precision: Annotated[
-        str, typer.Option(help="float32, bfloat16. [auto: bfloat16 where the hardware has it]")
-    ] = "auto",
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
+    memory_budget: options.MemoryBudget = None,
+    precision: options.Precision = "auto",
+    device: options.Device = "auto",
     export: Annotated[
         Path | None, typer.Option(help="Write the best ep probe as a published head.")
     ] = None,
-    again: Annotated[
-        bool, typer.Option("--again", help="Train also what has a result already.")
-    ] = False,
-    json: Json = False,
+    again: options.Again = False,
+    json: options.Json = False,
 ) -> None:
     """Train probes on a store: choose on held-out training images, then refit and score.
 
     Interrupted or killed, the same command goes on from its last epoch.
     """
-    from epcache.hardware import parse_bytes
     from epcache.pipelines import probe as pipeline
     from epcache.pipelines.store import find_store
 
     shared = {
-        "layer": layer, "tokens": tokens, "norm": norm, "recipe": recipe, "optimizer": optimizer,
-        "epochs": epochs, "batch_size": batch_size, "label_smoothing": label_smoothing,
-        "shots": shots, "views": views, "order_seed": order_seed, "holdout": share(holdout),
+        "layer": layer, "average_layers": average_layers, "tokens": tokens, "norm": norm,
+        "recipe": recipe, "optimizer": optimizer, "epochs": epochs, "batch_size": batch_size,
+        "label_smoothing": label_smoothing, "shots": shots, "share": share_of(share),
+        "views": views, "order_seed": order_seed, "holdout": as_share(holdout),
     }  # fmt: skip
     request = pipeline.ProbeRequest(
         configs=pipeline.make_configs(
@@ -102,10 +86,7 @@ def probe(
             seeds=numbers(seed, int, "--seed"),
             shared=shared,
         ),
-        memory_budget=None if memory_budget is None else parse_bytes(memory_budget),
-        device=device,
-        precision=precision,
-        again=again,
+        **running(memory_budget, device, precision, again),
         export=export,
         store=find_store(store, say=render.note),
     )

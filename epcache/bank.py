@@ -19,6 +19,7 @@ from torch.func import functional_call, stack_module_state, vmap
 from epcache.poolers import make_pooler
 from epcache.pooling import attention_pool
 from epcache.probe import Probe
+from epcache.stacked import stacked_linear, stacked_norm
 
 State = dict[str, Tensor]
 """Parameters or buffers by name, each stacked (P, ...)."""
@@ -115,30 +116,26 @@ class EpStack(Stack):
     def logits_of(self, pooled_BPMD: Tensor, *, training: bool) -> Tensor:
         """Class scores (P, B, C) from pooled tokens."""
         num_images, num_probes, num_queries, dim = pooled_BPMD.shape
-        value_PMoD = self.params["pooler.value.weight"].view(num_probes, num_queries, -1, dim)
-        # One batched product over (probe, query): the batch is the rows
-        pooled_PMBD = pooled_BPMD.permute(1, 2, 0, 3)
-        y_PMBo = torch.matmul(pooled_PMBD, value_PMoD.transpose(2, 3))
+        # One batched product over S = (probe, query): the batch is the rows
+        value_SoD = self.params["pooler.value.weight"].view(num_probes * num_queries, -1, dim)
+        y_SBo = stacked_linear(pooled_BPMD.flatten(1, 2).transpose(0, 1), value_SoD)
+        y_PMBo = y_SBo.view(num_probes, num_queries, num_images, -1)
         y_PBO = y_PMBo.transpose(1, 2).reshape(num_probes, num_images, -1)
         y_PBO = self._normalise(y_PBO, training=training)
-        bias_P1C, weight_PCO = self.params["head.bias"][:, None], self.params["head.weight"]
-        logits_PBC: Tensor = torch.baddbmm(bias_P1C, y_PBO, weight_PCO.transpose(1, 2))
-        return logits_PBC
+        return stacked_linear(y_PBO, self.params["head.weight"]) + self.params["head.bias"][:, None]
 
     def _normalise(self, y_PBO: Tensor, *, training: bool) -> Tensor:
         """``BatchNorm`` of every probe; the same arithmetic as in ``poolers.layers``."""
         if not training:
             mean, var = self.buffers["norm.running_mean"], self.buffers["norm.running_var"]
-        else:
-            mean = y_PBO.mean(1)
-            var = (y_PBO - mean[:, None]).square().mean(1)
-            count, new = y_PBO.shape[1], self.momentum
-            for name, value in (("mean", mean), ("var", var * (count / (count - 1)))):
-                running = self.buffers[f"norm.running_{name}"]
-                self.buffers[f"norm.running_{name}"] = (1 - new) * running + new * value.detach()
-            tracked = self.buffers["norm.num_batches_tracked"]
-            self.buffers["norm.num_batches_tracked"] = tracked + 1
-        return (y_PBO - mean[:, None]) * (var[:, None] + self.eps).rsqrt()
+            return (y_PBO - mean[:, None]) * (var[:, None] + self.eps).rsqrt()
+        normal_PBO, mean, var = stacked_norm(y_PBO, self.eps)
+        count, new = y_PBO.shape[1], self.momentum
+        for name, value in (("mean", mean), ("var", var * (count / (count - 1)))):
+            running = self.buffers[f"norm.running_{name}"]
+            self.buffers[f"norm.running_{name}"] = (1 - new) * running + new * value
+        self.buffers["norm.num_batches_tracked"] = self.buffers["norm.num_batches_tracked"] + 1
+        return normal_PBO
 
 
 class LinearStack(Stack):
@@ -161,8 +158,9 @@ class LinearStack(Stack):
                 f"norm.{name}": value.expand(len(self.members), *value.shape)
                 for name, value in norm.items()
             }
-        logits_BPC: Tensor = (normal_BO @ weight_PCO.flatten(0, 1).T).view(-1, *bias_PC.shape)
-        return (logits_BPC + bias_PC).transpose(0, 1)
+        weight, bias = weight_PCO.flatten(0, 1), bias_PC.flatten()
+        logits_BPC = nn.functional.linear(normal_BO, weight, bias).view(-1, *bias_PC.shape)
+        return logits_BPC.transpose(0, 1)
 
 
 class ProbeBank:
@@ -216,10 +214,9 @@ class ProbeBank:
         queries = [stack.queries_PMD for stack in self.stacks if isinstance(stack, EpStack)]
         if not queries:
             return
-        pooled_BQD = attention_pool(torch.cat([q.flatten(0, 1) for q in queries]), tokens_BND)
-        sizes = [q.shape[0] * q.shape[1] for q in queries]
-        for part, q in zip(torch.split(pooled_BQD, sizes, dim=1), queries, strict=True):
-            yield part.reshape(len(part), *q.shape)
+        parts = attention_pool([q.flatten(0, 1) for q in queries], tokens_BND)
+        for pooled_BQD, q in zip(parts, queries, strict=True):
+            yield pooled_BQD.view(len(tokens_BND), *q.shape)
 
     def loss_and_gradients(
         self, tokens_BND: Tensor, labels_B: Tensor, *, label_smoothing: float = 0.0
@@ -250,11 +247,12 @@ def stack_kind(trainee: Trainee) -> type[Stack]:
 
 def cross_entropy(logits_PBC: Tensor, labels_B: Tensor, *, label_smoothing: float) -> Tensor:
     """Mean over the batch for each probe, (P,)."""
+    # Rows are (image, probe), as linear probes lie already: of those nothing is copied
     num_probes, num_images, num_classes = logits_PBC.shape
     losses = nn.functional.cross_entropy(
-        logits_PBC.reshape(-1, num_classes),
-        labels_B.repeat(num_probes),
+        logits_PBC.transpose(0, 1).reshape(-1, num_classes),
+        labels_B.repeat_interleave(num_probes),
         reduction="none",
         label_smoothing=label_smoothing,
     )
-    return losses.view(num_probes, num_images).mean(1)
+    return losses.view(num_images, num_probes).mean(0)

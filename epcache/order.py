@@ -7,6 +7,7 @@ every machine and in every year.
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -95,10 +96,57 @@ def nested_shots(
     Returns:
         Positions, ascending, and the classes that have fewer rows than asked.
     """
-    chosen, short = [], []
+    counts = np.bincount(labels)
+    short = [int(label) for label in np.flatnonzero((counts > 0) & (counts < shots))]
+    return _of_each_class(labels, lambda rows: rows[:shots], seed=seed), short
+
+
+def nested_share(labels: NDArray[np.int64], *, share: float, seed: int) -> NDArray[np.int64]:
+    """A share of each class, rounded, but at least one row; nested, with ``nested_shots`` too.
+
+    Returns:
+        Positions, ascending.
+    """
+    return _of_each_class(labels, lambda rows: rows[: max(1, round(len(rows) * share))], seed=seed)
+
+
+def outside(
+    labels: NDArray[np.int64], chosen: NDArray[np.int64], *, most: int, seed: int
+) -> NDArray[np.int64]:
+    """Rows to judge a small subset by: none of it, and no more of a class than it has itself.
+
+    They come from the far end of the order whose beginning ``nested_shots`` takes, so that larger
+    subsets are judged by the same rows and more.
+
+    Args:
+        labels: (n,) class of each row.
+        chosen: Positions of the subset.
+        most: Rows a class at most.
+        seed: Of the subset.
+
+    Returns:
+        Positions, ascending; none of a class that lies in the subset as a whole.
+    """
+    taken = np.zeros(len(labels), bool)
+    taken[chosen] = True
+
+    def last(rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        left = rows[~taken[rows]]
+        wanted = min(most, len(rows) - len(left), len(left))
+        return left[len(left) - wanted :]
+
+    return _of_each_class(labels, last, seed=seed)
+
+
+def _of_each_class(
+    labels: NDArray[np.int64],
+    take: Callable[[NDArray[np.int64]], NDArray[np.int64]],
+    *,
+    seed: int,
+) -> NDArray[np.int64]:
+    """What ``take`` leaves of each class's rows, which it gets in the order of their class."""
+    chosen = [np.zeros(0, np.int64)]
     for label in np.unique(labels):
         rows = np.flatnonzero(labels == label)
-        if len(rows) < shots:
-            short.append(int(label))
-        chosen.append(rows[shuffled(len(rows), seed=seed, salt=f"shots/{label}")][:shots])
-    return np.sort(np.concatenate(chosen)), short
+        chosen.append(take(rows[shuffled(len(rows), seed=seed, salt=f"shots/{label}")]))
+    return np.sort(np.concatenate(chosen))

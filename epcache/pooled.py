@@ -15,13 +15,11 @@ from numpy.typing import NDArray
 from epcache.errors import ConfigError
 from epcache.norm import FinalNorm
 from epcache.store.reader import SplitReader, Store
-from epcache.stream import TokenKind, TokenSource
+from epcache.stream import TokenKind, TokenSource, pool
 
 POOLED: dict[str, TokenKind] = {"cls": "cls", "gap": "patch"}
 """Pooler to the tokens that it looks at: [CLS] itself, the mean of the patch tokens."""
 NORMS = ("auto", "final", "none")
-CHUNK_BYTES = 2**26
-"""Finished tokens that are in memory at a time."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -39,6 +37,11 @@ class Pooled:
         """How many vectors."""
         return len(self.rows)
 
+    def of_rows(self, rows: NDArray[np.int64]) -> Pooled:
+        """The vectors of some of the rows, which are rows of the split."""
+        index = np.searchsorted(self.rows, rows)
+        return Pooled(features=self.features[index], labels=self.labels[index], rows=rows)
+
 
 def pool_split(
     split: SplitReader,
@@ -46,6 +49,7 @@ def pool_split(
     layer: int,
     pooler: str,
     norm: FinalNorm | None,
+    average_layers: int = 1,
     view: int = 0,
     chunk_rows: int | None = None,
     progress: Callable[[int, int], None] | None = None,
@@ -58,37 +62,45 @@ def pool_split(
         pooler: ``cls`` or ``gap``.
         norm: Applied to every token before pooling, as the backbone would; None pools raw block
             outputs.
+        average_layers: Average the tokens of so many layers, the last of them ``layer``.
         view: Which cached view.
-        chunk_rows: Images at a time; None is as many as fit `CHUNK_BYTES`. It does not change the
-            vectors.
+        chunk_rows: Images at a time; None is as many as fit 64 MiB. It does not change the vectors.
         progress: Told how many bytes of tokens are through, and of how many.
 
     Raises:
         ConfigError: If there is no such pooler, layer, view or [CLS] token.
+    """
+    check_pooler(split.store, layer, pooler)
+    rows = np.flatnonzero(split.valid)
+    if not len(rows):
+        raise ConfigError(f"split {split.name!r} of store {split.store.path} has no valid image")
+    source = TokenSource(
+        split=split,
+        layer=layer,
+        average_layers=average_layers,
+        tokens=POOLED[pooler],
+        norm=norm,
+        rows=rows,
+    )
+    features_ND = pool(source, view=view, chunk_rows=chunk_rows, progress=progress)
+    return Pooled(features=features_ND.numpy(), labels=split.labels[rows], rows=rows)
+
+
+def check_pooler(store: Store, layer: int, pooler: str) -> None:
+    """Refuse a pooler that has parameters, or tokens that the layer does not have.
+
+    Raises:
+        ConfigError: It is one of those.
     """
     if pooler not in POOLED:
         raise ConfigError(
             f"pooler {pooler!r}: expected one of {', '.join(POOLED)}; poolers with parameters are "
             f"trained by epcache probe"
         )
-    if pooler == "cls" and not has_cls(split.store, layer):
+    if pooler == "cls" and not has_cls(store, layer):
         raise ConfigError(
-            f"pooler cls: layer {layer} of store {split.store.path} has no [CLS] token; use gap"
+            f"pooler cls: layer {layer} of store {store.path} has no [CLS] token; use gap"
         )
-    rows = np.flatnonzero(split.valid)
-    if not len(rows):
-        raise ConfigError(f"split {split.name!r} of store {split.store.path} has no valid image")
-    source = TokenSource(split=split, layer=layer, tokens=POOLED[pooler], norm=norm, rows=rows)
-    row_bytes = 4 * source.num_tokens * source.dim
-    step = chunk_rows or max(1, CHUNK_BYTES // row_bytes)
-    features = np.empty((len(rows), source.dim), np.float32)
-    for start in range(0, len(rows), step):
-        stop = min(start + step, len(rows))
-        tokens_BND = source.read(np.arange(start, stop), view=view)
-        features[start:stop] = tokens_BND.mean(1).numpy()  # the mean of [CLS] alone is [CLS]
-        if progress is not None:
-            progress(stop * row_bytes, len(rows) * row_bytes)
-    return Pooled(features=features, labels=split.labels[rows], rows=rows)
 
 
 def has_cls(store: Store, layer: int) -> bool:

@@ -13,6 +13,7 @@ images of a part, and few queries cost little more than their share.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,50 +23,60 @@ TILE_SCORES = 2**19
 """Scores (images x tokens x queries) of a part; 2 MB in float32 stay in a core's cache."""
 
 
-def attention_pool(queries_QD: Tensor, tokens_BND: Tensor) -> Tensor:
+def attention_pool(queries: Sequence[Tensor], tokens_BND: Tensor) -> tuple[Tensor, ...]:
     """Pool tokens by softmax attention of shared queries.
 
     Args:
-        queries_QD: Scaled queries in float32; scores are their plain inner products.
+        queries: Scaled queries (Q, D) in float32, in one group or more; scores are their plain
+            inner products.
         tokens_BND: Tokens in the type in which to multiply: float32, or bfloat16 where it is fast.
 
     Returns:
-        (B, Q, D) float32, differentiable with respect to the queries alone.
+        For each group (B, Q, D) float32, differentiable with respect to its queries alone.
     """
-    pooled: Tensor = _AttentionPool.apply(queries_QD, tokens_BND)
+    pooled: tuple[Tensor, ...] = _AttentionPool.apply(tokens_BND, *queries)
     return pooled
 
 
 class _AttentionPool(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, queries_QD: Tensor, tokens_BND: Tensor) -> Tensor:
+    def forward(ctx: Any, tokens_BND: Tensor, *queries: Tensor) -> tuple[Tensor, ...]:
         num_images, num_tokens, dim = tokens_BND.shape
-        num_queries = len(queries_QD)
-        queries_DQ = queries_QD.to(tokens_BND.dtype).T
+        queries_DQ = _joined(queries, 0).to(tokens_BND.dtype).T
+        num_queries = queries_DQ.shape[1]
+        ctx.sizes = [len(group) for group in queries]
         weights_BNQ = tokens_BND.new_empty(num_images, num_tokens, num_queries)
-        pooled_BQD = tokens_BND.new_empty(num_images, num_queries, dim)
+        pooled = [tokens_BND.new_empty(num_images, size, dim) for size in ctx.sizes]
         for tile in tiles(num_images, num_queries * num_tokens):
             tokens, weights = tokens_BND[tile], weights_BNQ[tile]
             torch.mm(tokens.reshape(-1, dim), queries_DQ, out=weights.view(-1, num_queries))
             softmax_over_tokens(weights)
-            torch.bmm(weights.transpose(1, 2), tokens, out=pooled_BQD[tile])
+            for pooled_BQD, part in zip(
+                pooled, torch.split(weights, ctx.sizes, dim=2), strict=True
+            ):
+                torch.bmm(part.transpose(1, 2), tokens, out=pooled_BQD[tile])
         ctx.save_for_backward(tokens_BND, weights_BNQ)
-        return pooled_BQD.float()
+        return tuple(pooled_BQD.float() for pooled_BQD in pooled)
 
     @staticmethod
-    def backward(ctx: Any, grad_BQD: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         tokens_BND, weights_BNQ = ctx.saved_tensors
         num_images, num_tokens, num_queries = weights_BNQ.shape
         dim = tokens_BND.shape[2]
-        grad_QD = grad_BQD.new_zeros(num_queries, dim)
+        grad_QD = grads[0].new_zeros(num_queries, dim)
         for tile in tiles(num_images, num_queries * num_tokens):
             tokens, weights = tokens_BND[tile], weights_BNQ[tile]
-            grad = grad_BQD[tile].to(tokens.dtype)
+            grad = _joined([part[tile] for part in grads], 1).to(tokens.dtype)
             grad_scores = torch.bmm(tokens, grad.transpose(1, 2)).mul_(weights)
             total = grad_scores.sum(1, keepdim=True, dtype=torch.float32).to(tokens.dtype)
             grad_scores.addcmul_(weights, total, value=-1)
             grad_QD += grad_scores.view(-1, num_queries).T @ tokens.reshape(-1, dim)
-        return grad_QD, None
+        return None, *torch.split(grad_QD, ctx.sizes)
+
+
+def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:
+    """Parts side by side; a single one is not copied."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)
 
 
 def softmax_over_tokens(scores_BNQ: Tensor) -> None:

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from epcache.errors import ConfigError
+from epcache.errors import ConfigError, EpcacheError
 from epcache.hardware import default_budget, pick_precision
 from epcache.plan import resolve_device
 from epcache.poolers import pooler_options
@@ -21,17 +21,20 @@ from epcache.results import Row, results_dir
 from epcache.selection import GroupFit
 from epcache.store.reader import Store
 from epcache.stream import TOKEN_KINDS, TokenKind
-from epcache.trials import GroupPlan, Machine
+from epcache.subset import check_subset
+from epcache.trials import GroupPlan, Machine, Trial, describe
 from epcache.watch import Observer, Silent
 
 NORMS = ("auto", "final", "none")
 
 STREAM_FIELDS = (
     "layer",
+    "average_layers",
     "tokens",
     "norm",
     "views",
     "shots",
+    "share",
     "recipe",
     "batch_size",
     "epochs",
@@ -74,6 +77,8 @@ class ProbeConfig:
 
     layer: int = -1
     """Block index; negative ones count from the end."""
+    average_layers: int = 1
+    """Tokens are averaged over so many layers, each after its norm; the last of them is layer."""
     tokens: TokenKind = "patch"
     """patch, all ([CLS] in front of them) or cls; the cls pooler reads cls whatever is asked."""
     norm: str = "auto"
@@ -82,6 +87,8 @@ class ProbeConfig:
     """Cached views to alternate between, epoch by epoch; None is all that the store has."""
     shots: int | None = None
     """Training images a class; None is all."""
+    share: float | None = None
+    """Share of each class of train, at least one image; None is all."""
     recipe: str = "small"
     """A key of ``epcache.recipes.RECIPES``: what everything left at None comes from."""
     batch_size: int | None = None
@@ -92,7 +99,7 @@ class ProbeConfig:
     """Of the order of batches, of what is held out and of what ``shots`` takes."""
     holdout: float = 0.1
     """Share of each class of train that learning rate and epoch are chosen on; 0 chooses nothing
-    and trains on all."""
+    and trains on all. With ``shots`` or ``share``, training images outside the subset choose."""
 
     def __post_init__(self) -> None:
         """Refuse what can be seen to be wrong without a store."""
@@ -102,7 +109,7 @@ class ProbeConfig:
         _one_of("recipe", self.recipe, tuple(RECIPES))
         if self.optimizer is not None:
             _one_of("optimizer", self.optimizer, OPTIMIZER_NAMES)
-        for name in ("views", "shots", "epochs"):
+        for name in ("views", "shots", "epochs", "average_layers"):
             _at_least(name, getattr(self, name), 1)
         _at_least("batch_size", self.batch_size, 2, why="batch statistics of one image are none")
         for name in ("seed", "order_seed"):
@@ -118,6 +125,8 @@ class ProbeConfig:
                 f"holdout={self.holdout!r}: expected a share of train, 0 or more and below 1; "
                 f"0.1 is usual"
             )
+        _number("share", self.share)
+        check_subset(self.shots, self.share)
 
     def _check_pooler(self) -> None:
         allowed = pooler_options(self.pooler)
@@ -167,9 +176,31 @@ class ProbeConfig:
         )
         return [replace(shared, lr=lr, weight_decay=decay) for lr, decay in recipe.grid]
 
+    @property
+    def title(self) -> str:
+        """``ep M=32, layer 11, 4 shots``, for messages."""
+        queries = "" if self.num_queries is None else f" M={self.num_queries}"
+        return f"{self.pooler}{queries}, {self.tokens_title}"
+
+    @property
+    def tokens_title(self) -> str:
+        """``layer 11``, ``layer 11, average of 4, 1% of train``, for messages."""
+        parts = [f"layer {self.layer}"]
+        if self.average_layers > 1:
+            parts.append(f"average of {self.average_layers}")
+        if self.shots is not None:
+            parts.append(f"{self.shots} shot{'s' * (self.shots > 1)}")
+        if self.share is not None:
+            parts.append(f"{100 * self.share:g}% of train")
+        return ", ".join(parts)
+
     def to_json(self) -> dict[str, Any]:
-        """JSON types only."""
-        return {**asdict(self), "options": dict(self.options)}
+        """JSON types only; what came with later versions only where it is not the default."""
+        data = {**asdict(self), "options": dict(self.options)}
+        for name, default in (("average_layers", 1), ("share", None)):
+            if data[name] == default:
+                del data[name]
+        return data
 
 
 def group_by_stream(configs: Sequence[ProbeConfig]) -> list[list[int]]:
@@ -178,6 +209,60 @@ def group_by_stream(configs: Sequence[ProbeConfig]) -> list[list[int]]:
     for position, config in enumerate(configs):
         groups.setdefault(config.stream, []).append(position)
     return list(groups.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """Something that was asked for and could not be done."""
+
+    what: str
+    """Such as ``ep M=32, lr 10, seed 0, layer 11``."""
+    reason: str
+
+
+def plan_groups(
+    store: Store,
+    configs: Sequence[ProbeConfig],
+    *,
+    precision: str,
+    say: Callable[[str], None],
+    failures: list[Failure] | None = None,
+) -> list[GroupPlan]:
+    """What configs mean on a store, a plan for each pass, before anything is trained.
+
+    Args:
+        store: Sealed.
+        configs: The probes.
+        precision: Of the matrix products.
+        say: Told what the user should know.
+        failures: Gets the configs that do not fit the store; None raises at the first.
+
+    Raises:
+        ConfigError: A config does not fit the store, and ``failures`` is None.
+    """
+    plans = []
+    for positions in group_by_stream(configs):
+        group = [configs[i] for i in positions]
+        try:
+            plans.append(GroupPlan(store, group, precision=precision, say=say))
+        except ConfigError:
+            if failures is None:
+                raise
+            if group := [c for c in group if _fits(store, c, precision, failures)]:
+                plans.append(GroupPlan(store, group, precision=precision, say=say))
+    return plans
+
+
+def _fits(store: Store, config: ProbeConfig, precision: str, failures: list[Failure]) -> bool:
+    """Whether a config can be planned at all; if not, why is noted."""
+    try:
+        GroupPlan(store, [config], precision=precision, say=lambda text: None)
+    except ConfigError as error:
+        failure = Failure(what=config.title, reason=str(error))
+        if failure not in failures:  # the rates and seeds of a grid fail for one reason
+            failures.append(failure)
+        return False
+    return True
 
 
 def fit_probes(
@@ -190,6 +275,7 @@ def fit_probes(
     results_dir: Path | None = None,
     progress: Observer | None = None,
     again: bool = False,
+    failures: list[Failure] | None = None,
 ) -> list[Row]:
     """Train probes on a store and keep what came out.
 
@@ -207,9 +293,11 @@ def fit_probes(
         results_dir: Where rows and runs are kept; None is ``$EPCACHE_HOME/results``.
         progress: Told what goes on.
         again: Train also what has a row already.
+        failures: Gets what could not be trained, and why, while the others go on; None raises at
+            the first, but for probes that diverge, which are only told.
 
     Returns:
-        A row for each probe that trained to the end, in the order of configs and grid.
+        A row for each probe that trained to the end, in the order of passes, configs and grid.
 
     Raises:
         ConfigError: A config does not fit the store.
@@ -222,14 +310,41 @@ def fit_probes(
     )
     folder = default_results() if results_dir is None else results_dir
     observer = progress or Silent()
-    groups = [[configs[i] for i in positions] for positions in group_by_stream(configs)]
     # Every plan before the first training: one wrong config stops all, and at once
-    plans = [
-        GroupPlan(store, group, precision=machine.precision, say=observer.message)
-        for group in groups
+    plans = plan_groups(
+        store, configs, precision=machine.precision, say=observer.message, failures=failures
+    )
+    rows: list[Row] = []
+    for number, plan in enumerate(plans, start=1):
+        if len(plans) > 1:
+            observer.message(f"pass {number} of {len(plans)}: {plan.title}")
+        fit = GroupFit(plan, machine, folder, observer)
+        try:
+            rows += fit.run(again=again)
+        except (EpcacheError, RuntimeError) as error:  # the latter is torch out of memory
+            if failures is None:
+                raise
+            reason = str(error).strip().split("\n", 1)[0]
+            failures += [Failure(what=_title(trial), reason=reason) for trial in plan.trials]
+        else:
+            if failures is not None:
+                failures += _diverged(fit)
+    return rows
+
+
+def _diverged(fit: GroupFit) -> list[Failure]:
+    """The probes of a pass that did not train to the end."""
+    problems = [
+        (trial, outcome.problem)
+        for trial in fit.trials
+        for outcome in (fit.ledger[trial.run].select, fit.ledger[trial.run].refit)
+        if outcome is not None
     ]
-    fits = [GroupFit(plan, machine, folder, observer) for plan in plans]
-    return [row for fit in fits for row in fit.run(again=again)]
+    return [Failure(what=_title(trial), reason=p) for trial, p in problems if p is not None]
+
+
+def _title(trial: Trial) -> str:
+    return f"{describe(trial)}, {trial.config.tokens_title}"
 
 
 default_results: Callable[[], Path] = results_dir

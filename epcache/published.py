@@ -11,7 +11,6 @@ Files are read with ``weights_only=True``; nothing in them runs.
 """
 
 import os
-import pickle
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,6 +21,7 @@ from torch import Tensor
 from epcache.errors import ConfigError, WeightsError
 from epcache.poolers.query import EpPooler
 from epcache.probe import Probe
+from epcache.weights.checkpoint import read_checkpoint
 
 _KEYS = {
     "0.cls_token": "pooler.queries",
@@ -111,18 +111,10 @@ def load_published(path: Path) -> Probe:
         The probe in evaluation mode, float32, on the CPU.
 
     Raises:
-        WeightsError: If the file is missing, is no weights-only torch file or holds something
-            else than an EP head.
+        WeightsError: If the file is missing, is no file of tensors alone or holds something else
+            than an EP head.
     """
-    if not path.is_file():
-        raise WeightsError(f"no file {path}; pass a published EP head saved by torch")
-    try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
-    except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError, KeyError) as error:
-        reason = str(error).strip().split("\n", 1)[0]
-        raise WeightsError(
-            f"{path} is not a torch file of weights alone ({reason}); save tensors only"
-        ) from error
+    content = read_checkpoint(path)
     if not isinstance(content, dict) or not isinstance(content.get("state_dict"), Mapping):
         raise WeightsError(f"{path} has no 'state_dict'; expected one with {', '.join(_KEYS)}")
     try:

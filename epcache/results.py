@@ -71,11 +71,26 @@ class Row:
     method: str | None = None
     """logistic or ridge; None for probes and k-NN."""
     l2: float | None = None
+    average_layers: int | None = None
+    """Tokens are averaged over so many layers, the last of them ``layer``; None for one."""
+    share: float | None = None
+    """Of each class of train, such as 0.01, where the subset is a percentage; ``shots`` is None."""
+
+    @property
+    def score(self) -> float | None:
+        """What to report: at the chosen epoch, or the best where nothing was held out."""
+        return self.test_top1_best if self.val_top1 is None else self.test_top1
+
+    @property
+    def classifier(self) -> str:
+        """``ep``, or with what classifies pooled features ``knn gap``, ``ridge cls``."""
+        method = "knn" if self.k is not None else self.method
+        return self.pooler if method is None else f"{method} {self.pooler}"
 
     def to_json(self) -> dict[str, Any]:
-        """The row as others read it; k-NN's and linear's own fields only where they apply."""
+        """The row as others read it; fields of few rows only where they apply."""
         data = asdict(self)
-        for names in (("k", "temperature"), ("method", "l2")):
+        for names in (("k", "temperature"), ("method", "l2"), ("average_layers",), ("share",)):
             if all(data[name] is None for name in names):
                 for name in names:
                     del data[name]

@@ -10,7 +10,7 @@ runs/<run>/final_norm.safetensors   the backbone's last norm, where the probe se
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,9 @@ from epcache.probe import Probe
 from epcache.results import RUNS, Row, results_dir
 from epcache.store.files import remove_partials, write_durably
 from epcache.train import Outcome
+
+Tokens = Tensor | Sequence[Tensor]
+"""(B, N, D) of one layer, or of each of the layers that a probe averages."""
 
 WEIGHTS = ("best", "last")
 CONFIG, CURVE, NORM = "config.json", "curve.json", "final_norm.safetensors"
@@ -126,31 +129,53 @@ class LiveProbe(nn.Module):
         self.classes: tuple[str, ...] = tuple(config["classes"])
         self.norm = norm
 
-    def prepare(self, tokens_BND: Tensor, prefix_BRD: Tensor | None = None) -> Tensor:
+    def prepare(self, tokens: Tokens, prefix: Tokens | None = None) -> Tensor:
         """Tokens as the pooler sees them: the right ones, with the final norm, in float32.
 
         Args:
-            tokens_BND: Patch tokens. Without ``prefix_BRD``, and if the probe looks at [CLS], the
-                tokens start with it.
-            prefix_BRD: Prefix tokens, [CLS] first.
+            tokens: Patch tokens (B, N, D); a list of them, earliest layer first, for a probe on the
+                average of layers. Without ``prefix``, and if the probe looks at [CLS], the tokens
+                start with it.
+            prefix: Prefix tokens (B, R, D), [CLS] first; a list like ``tokens``.
+
+        Raises:
+            ConfigError: The number of layers is not the probe's.
         """
+        layers = self._layers("tokens", tokens)
+        prefixes = [None] * len(layers) if prefix is None else self._layers("prefix", prefix)
+        found = [self._prepare(*pair) for pair in zip(layers, prefixes, strict=True)]
+        average = found[0] if len(found) == 1 else torch.stack(found).float().mean(0)
+        return average.to(self.probe.head.weight.dtype)
+
+    def _layers(self, name: str, given: Tokens) -> list[Tensor]:
+        """One tensor for each layer that the probe looks at."""
+        layers = [given] if isinstance(given, Tensor) else list(given)
+        wanted = self.row.average_layers or 1
+        if len(layers) != wanted:
+            last = self.row.layer
+            which = f"layer {last}" if wanted == 1 else f"layers {last - wanted + 1} to {last}"
+            raise ConfigError(
+                f"{name} of {len(layers)} layers: this probe looks at {wanted}, {which}; give "
+                + ("one tensor" if wanted == 1 else f"a list of {wanted} tensors, in that order")
+            )
+        return layers
+
+    def _prepare(self, tokens_BND: Tensor, prefix_BRD: Tensor | None) -> Tensor:
         wanted = self.row.tokens
         if wanted != "patch" and prefix_BRD is not None:
             tokens_BND = torch.cat([prefix_BRD[:, :1], tokens_BND], dim=1)
         if wanted == "cls":
             tokens_BND = tokens_BND[:, :1]
-        if self.norm is not None:
-            tokens_BND = self.norm(tokens_BND)
-        return tokens_BND.to(self.probe.head.weight.dtype)
+        return tokens_BND if self.norm is None else self.norm(tokens_BND)
 
-    def forward(self, tokens_BND: Tensor, prefix_BRD: Tensor | None = None) -> Tensor:
+    def forward(self, tokens: Tokens, prefix: Tokens | None = None) -> Tensor:
         """Class scores (B, C); arguments as for ``prepare``."""
-        logits_BC: Tensor = self.probe(self.prepare(tokens_BND, prefix_BRD))
+        logits_BC: Tensor = self.probe(self.prepare(tokens, prefix))
         return logits_BC
 
-    def attention(self, tokens_BND: Tensor, prefix_BRD: Tensor | None = None) -> Tensor:
+    def attention(self, tokens: Tokens, prefix: Tokens | None = None) -> Tensor:
         """The pooler's attention maps (B, M, N); arguments as for ``prepare``."""
-        return self.probe.pooler.attention(self.prepare(tokens_BND, prefix_BRD))
+        return self.probe.pooler.attention(self.prepare(tokens, prefix))
 
 
 def load_probe(

@@ -140,14 +140,11 @@ class GroupFit:
         held: NDArray[np.int64] | None,
     ) -> list[Outcome]:
         tokens, is_free = trials[0].source_kind
-        train: Source = self._source(self.plan.train_split, tokens, pooled=is_free)
-        judge = (
-            train
-            if held is not None
-            else self._source(self.plan.eval_split, tokens, pooled=is_free)
+        train = self._source(
+            self.plan.train_split, self.plan.rows if learn is None else learn, tokens, is_free
         )
-        if learn is not None and held is not None:
-            train, judge = train.subset(learn), judge.subset(held)
+        judged = self.plan.eval_split if held is None else self.plan.train_split
+        judge = self._source(judged, held, tokens, is_free)
         learning, judging = self._streams(train, judge)
         chosen = [self._chosen_epoch(trial) for trial in trials]
         checkpoint = self._checkpoint(phase, trials)
@@ -172,26 +169,31 @@ class GroupFit:
             self.observer.message(f"{phase} goes on from its last epoch")
         return fit.run(lambda state: self.observer.epoch(report(state)))
 
-    def _source(self, split: str, tokens: TokenKind, *, pooled: bool) -> Source:
-        """All rows of a split that count."""
-        if (split, tokens) in self._pooled and pooled:
-            return self._pooled[split, tokens]
+    def _source(
+        self, split: str, rows: NDArray[np.int64] | None, tokens: TokenKind, pooled: bool
+    ) -> Source:
+        """Rows of a split, None for all that are valid; pooled ones are read once."""
         train = split == self.plan.train_split
         reader = self.store[split]
+        valid = np.flatnonzero(reader.valid).astype(np.int64)
+        used = self.plan.subset.all_rows if train else valid
         source = TokenSource(
             split=reader,
             layer=self.plan.layer,
+            average_layers=self.plan.average_layers,
             tokens=tokens,
             norm=self.plan.norm,
-            rows=self.plan.rows if train else np.flatnonzero(reader.valid).astype(np.int64),
+            rows=used,
             dtype=torch.float32 if pooled else PRECISIONS[self.machine.precision],
         )
+        index = None if rows is None else np.searchsorted(used, rows)
         if not pooled:
-            return source
-        self._pooled[split, tokens] = PooledSource.of(
-            source, num_views=self.plan.num_views if train else 1
-        )
-        return self._pooled[split, tokens]
+            return source if index is None else source.subset(index)
+        if (split, tokens) not in self._pooled:
+            views = self.plan.num_views if train else 1
+            self._pooled[split, tokens] = PooledSource.of(source, num_views=views)
+        kept = self._pooled[split, tokens]
+        return kept if index is None or len(index) == len(kept) else kept.subset(index)
 
     def _streams(self, train: Source, judge: Source) -> tuple[TokenStream, TokenStream]:
         """Both kept in memory where both fit the budget; else one; else none."""
@@ -272,6 +274,8 @@ class GroupFit:
             epochs=config.epochs,
             seed=config.seed,
             shots=config.shots,
+            share=config.share,
+            average_layers=config.average_layers if config.average_layers > 1 else None,
             train_images=len(self.plan.rows),
             val_top1=self._val_top1(trial),
             best_epoch=chosen,

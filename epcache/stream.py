@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from epcache.averaging import averaged_layers
 from epcache.errors import ConfigError
 from epcache.norm import FinalNorm
 from epcache.order import epoch_order
@@ -35,6 +36,8 @@ WINDOW_BLOCKS = 32
 READ_AHEAD = 2
 CHUNK_ROWS = 256
 """Rows that are finished at a time while a source is read from end to end."""
+POOL_BYTES = 2**26
+"""Finished tokens that are in memory at a time while a source is pooled."""
 
 
 class Source(Protocol):
@@ -81,8 +84,10 @@ class TokenSource:
     layer: int
     tokens: TokenKind = "patch"
     """``patch``; ``all``: [CLS] in front of them; ``cls``: [CLS] alone."""
+    average_layers: int = 1
+    """Tokens are averaged over so many layers, the last of them ``layer``."""
     norm: FinalNorm | None = None
-    """Applied to every token, as the backbone would; None leaves raw block output."""
+    """Applied to all tokens of each layer, as the backbone would; None leaves raw block output."""
     rows: NDArray[np.int64]
     """Rows of the split, ascending: valid ones, of the subset asked for."""
     dtype: torch.dtype = torch.float32
@@ -97,6 +102,7 @@ class TokenSource:
                 f"tokens {self.tokens!r}: store {self.split.store.path} has no [CLS] token; "
                 f"use patch tokens"
             )
+        averaged_layers(self.split.store, self.layer, self.average_layers)
 
     def __len__(self) -> int:
         """Number of rows."""
@@ -125,7 +131,17 @@ class TokenSource:
 
     def read(self, positions: NDArray[np.int64], *, view: int = 0) -> Tensor:
         """Finished tokens (B, N, D) of the rows at these positions."""
-        layer = self.split.layer(self.layer, view=view)
+        layers = averaged_layers(self.split.store, self.layer, self.average_layers)
+        tokens = self._read_layer(layers[-1], positions, view)
+        if len(layers) > 1:
+            tokens = tokens.float()
+            for layer in layers[:-1]:
+                tokens += self._read_layer(layer, positions, view)
+            tokens /= len(layers)
+        return tokens.to(self.dtype)
+
+    def _read_layer(self, number: int, positions: NDArray[np.int64], view: int) -> Tensor:
+        layer = self.split.layer(number, view=view)
         rows = self.rows[positions]
         parts = []
         if self.tokens != "patch":
@@ -134,9 +150,7 @@ class TokenSource:
         if self.tokens != "cls":
             parts.append(take(layer.patch, rows))
         tokens = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-        if self.norm is not None:
-            tokens = self.norm(tokens)
-        return tokens.to(self.dtype)
+        return tokens if self.norm is None else self.norm(tokens)
 
     def subset(self, positions: NDArray[np.int64]) -> TokenSource:
         """The same tokens of fewer rows."""
@@ -159,12 +173,8 @@ class PooledSource:
     @classmethod
     def of(cls, source: TokenSource, *, num_views: int) -> PooledSource:
         """Mean over the tokens of every row; of a single token, the token."""
-        source = replace(source, dtype=torch.float32)
-        features = []
-        for view in range(num_views):
-            parts = [source.read(part, view=view).mean(1, keepdim=True) for part in chunks(source)]
-            features.append(torch.cat(parts) if parts else torch.zeros(0, 1, source.dim))
-        return cls(features=tuple(features), labels=source.labels)
+        features = tuple(pool(source, view=view)[:, None] for view in range(num_views))
+        return cls(features=features, labels=source.labels)
 
     def __len__(self) -> int:
         """Number of rows."""
@@ -205,10 +215,39 @@ class PooledSource:
         """Nothing: it lies in memory on purpose."""
 
 
-def chunks(source: Source) -> Iterator[NDArray[np.int64]]:
+def pool(
+    source: TokenSource,
+    *,
+    view: int = 0,
+    chunk_rows: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Tensor:
+    """Mean over the tokens of every row; of a single token, the token.
+
+    Args:
+        source: What to read, from end to end.
+        view: Which cached view.
+        chunk_rows: Rows at a time; None is as many as fit `POOL_BYTES`. It changes no vector.
+        progress: Told how many bytes of tokens are through, and of how many.
+
+    Returns:
+        (n, D) float32.
+    """
+    source = replace(source, dtype=torch.float32)
+    row_bytes = 4 * source.num_tokens * source.dim
+    pooled_ND = torch.empty(len(source), source.dim)
+    for part in chunks(source, chunk_rows or max(1, POOL_BYTES // row_bytes)):
+        stop = int(part[-1]) + 1
+        pooled_ND[part[0] : stop] = source.read(part, view=view).mean(1)
+        if progress is not None:
+            progress(stop * row_bytes, len(source) * row_bytes)
+    return pooled_ND
+
+
+def chunks(source: Source, chunk_rows: int = CHUNK_ROWS) -> Iterator[NDArray[np.int64]]:
     """All positions of a source, some at a time; pages are let go of on the way."""
-    for start in range(0, len(source), CHUNK_ROWS):
-        yield np.arange(start, min(start + CHUNK_ROWS, len(source)))
+    for start in range(0, len(source), chunk_rows):
+        yield np.arange(start, min(start + chunk_rows, len(source)))
         source.release()
 
 

@@ -44,7 +44,7 @@ class Schedule:
     drop_last: bool = True
     label_smoothing: float = 0.0
     patience: int | None = None
-    """Freeze a probe after so many epochs without a better accuracy; None never does."""
+    """Freeze a probe after so many epochs below its best accuracy; None never does."""
 
 
 @dataclass(kw_only=True)
@@ -57,7 +57,8 @@ class Outcome:
     """After each epoch, on the rows it is judged by; a fraction."""
     top5: list[float] = field(default_factory=list)
     best_epoch: int | None = None
-    """From 0; the first of the best epochs on the rows it is judged by."""
+    """From 0; the last of the best epochs on the rows it is judged by. Few rows tie often, and of
+    equals the later was trained at the lower rate, so its number is the steadier one."""
     problem: str | None = None
     """Why it was dropped: None for a probe that trained to the end."""
     best_state: State = field(default_factory=dict)
@@ -151,11 +152,11 @@ class Fit:
         return best is not None and patience is not None and self.epoch - best > patience
 
     def _drop_diverged(self) -> None:
-        """A probe whose loss or weights are not finite leaves the bank; the others never notice."""
+        """A probe whose loss or values are not finite leaves the bank; the others never notice."""
         for index, stack in enumerate(self.bank.stacks):
             finite = torch.ones(len(stack.members), dtype=torch.bool)
-            for value in stack.params.values():
-                finite &= value.detach().flatten(1).isfinite().all(1).cpu()
+            for value in (*stack.params.values(), *stack.buffers.values()):
+                finite &= value.detach().view(len(finite), -1).isfinite().all(1).cpu()
             for row, member in enumerate(stack.members):
                 outcome = self.outcomes[member]
                 finite[row] &= bool(torch.tensor(outcome.train_loss[-1]).isfinite())
@@ -178,7 +179,7 @@ class Fit:
                 outcome.top1.append(top1[member])
                 outcome.top5.append(top5[member])
                 best = outcome.best_epoch
-                better = best is None or top1[member] > outcome.top1[best]
+                better = best is None or top1[member] >= outcome.top1[best]
                 if better:
                     outcome.best_epoch = self.epoch
                 if better if self.keep_epochs is None else self.epoch == self.keep_epochs[member]:

@@ -6,19 +6,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
+from epcache.averaging import averaged_layers
 from epcache.bank import Trainee
 from epcache.errors import ConfigError
-from epcache.order import nested_shots, stratified_holdout
 from epcache.pooled import choose_norm
 from epcache.poolers import POOLERS, make_pooler, pooler_options
 from epcache.recipes import ResolvedRecipe, resolve
 from epcache.results import run_name
 from epcache.store.reader import Store
 from epcache.stream import TokenKind
+from epcache.subset import choose_rows
 from epcache.train import Schedule
 
 if TYPE_CHECKING:
@@ -94,17 +93,31 @@ class GroupPlan:
         precision: str,
         say: Callable[[str], None],
     ) -> None:
-        self.store, self.precision, self._say = store, precision, say
+        self.store, self.precision = store, precision
         first = configs[0]
         dataset = store.provenance["dataset"]
         self.classes: tuple[str, ...] = tuple(dataset["classes"])
         self.train_split, self.eval_split = dataset["train_split"], dataset["eval_split"]
-        self.order_seed, self.holdout = first.order_seed, first.holdout
-        self.layer = store.resolve_layer(first.layer)
+        self.order_seed = first.order_seed
+        self.average_layers = first.average_layers
+        self.layer = averaged_layers(store, first.layer, first.average_layers)[-1]
         self.shape = store.spec.layers[self.layer]
+        self._first = replace(first, layer=self.layer)
         self.norm_name, self.norm = choose_norm(store, first.norm)
         self.num_views = self._views(first.views)
-        self.rows = self._train_rows(first)
+        self.subset = choose_rows(
+            store[self.train_split],
+            shots=first.shots,
+            share=first.share,
+            seed=first.order_seed,
+            holdout=first.holdout,
+        )
+        for note in self.subset.notes:
+            say(note)
+        self.rows = self.subset.rows
+        """Of the training split: what the chosen probe is trained on."""
+        self.held_out = (self.subset.learn, self.subset.held) if first.holdout else None
+        """Rows to train on and to choose by; None where nothing is chosen."""
         recipes = [resolve_recipe(config, len(self.rows)) for config in configs]
         self.batch_size = recipes[0].batch_size
         self.schedule = Schedule(
@@ -114,8 +127,11 @@ class GroupPlan:
             label_smoothing=recipes[0].label_smoothing,
         )
         self.trials = self._make_trials(configs, recipes)
-        self.held_out = self._hold_out() if self.holdout else None
-        """Positions in ``rows`` to train on and to choose by; None where nothing is chosen."""
+
+    @property
+    def title(self) -> str:
+        """``layer 11, 4 shots, patch tokens``, for messages."""
+        return f"{self._first.tokens_title}, {self._first.tokens} tokens"
 
     def _views(self, asked: int | None) -> int:
         has = self.store[self.train_split].num_views
@@ -125,20 +141,6 @@ class GroupPlan:
                 f"--views {asked} ..."
             )
         return asked or has
-
-    def _train_rows(self, config: ProbeConfig) -> NDArray[np.int64]:
-        """Valid rows of the training split, of the subset asked for."""
-        split = self.store[self.train_split]
-        rows = np.flatnonzero(split.valid).astype(np.int64)
-        if config.shots is None:
-            return rows
-        chosen, short = nested_shots(split.labels[rows], shots=config.shots, seed=config.order_seed)
-        if short:
-            self._say(
-                f"{len(short)} of {len(self.classes)} classes have fewer than {config.shots} "
-                f"training images: all of theirs are taken"
-            )
-        return rows[chosen]
 
     def _make_trials(
         self, configs: Sequence[ProbeConfig], recipes: Sequence[ResolvedRecipe]
@@ -173,6 +175,8 @@ class GroupPlan:
             "precision": "float32" if config.is_free else self.precision,
             **config.to_json(),
         }
+        if self.subset.is_outside:
+            identity["chosen_by"] = "training images outside the subset"
         return Trial(
             config=config,
             run=run_name(identity),
@@ -180,16 +184,6 @@ class GroupPlan:
             num_queries={**pooler_options(config.pooler), **options}.get("num_queries"),
             dim_out=pooler.dim_out,
         )
-
-    def _hold_out(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        labels = self.store[self.train_split].labels[self.rows]
-        learn, held = stratified_holdout(labels, share=self.holdout, seed=self.order_seed)
-        if not len(held):
-            raise ConfigError(
-                f"holdout={self.holdout:g} of {len(self.rows)} training images of "
-                f"{len(self.classes)} classes holds out none; use 0 to choose nothing, or more"
-            )
-        return learn, held
 
     def config_json(self, trial: Trial) -> dict[str, Any]:
         """Everything needed to repeat the run and to build its probe."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from epcache.convergence import Convergence, best_convergence
 from epcache.errors import ConfigError
 from epcache.poolers import pooler_options
 from epcache.probing import ProbeConfig, fit_probes
@@ -46,6 +47,11 @@ class ProbeStudy:
     def best(self) -> Row | None:
         """The row that held-out data chooses."""
         return best_row(self.rows)
+
+    @property
+    def convergence(self) -> list[Convergence]:
+        """Of the best probe of each pooler."""
+        return best_convergence(self.rows, self.rows_path.parent)
 
     def to_json(self) -> dict[str, Any]:
         """The command's JSON object."""

@@ -16,13 +16,16 @@ BAD_ROW = 5
 """Of train; not decodable."""
 
 
-def learnable_store(path, *, num_train=61, num_val=24, num_views=1, dim=DIM, grid=GRID, seed=0):
-    """Two layers (0, 3) of a backbone of 4; one token of an image carries its class."""
+def learnable_store(
+    path, *, num_train=61, num_val=24, num_views=1, dim=DIM, grid=GRID, seed=0, layers=(0, 3),
+    backbone="tiny", num_prefix=1,
+):  # fmt: skip
+    """Some layers of a backbone of 4; one token of an image carries its class."""
     num_patches = grid[0] * grid[1]
-    shape = LayerShape(grid=grid, num_patches=num_patches, num_prefix=1, dim=dim)
+    shape = LayerShape(grid=grid, num_patches=num_patches, num_prefix=num_prefix, dim=dim)
     spec = StoreSpec(
-        identity={"backbone": "tiny", "seed": seed},
-        layers={0: shape, 3: shape},
+        identity={"backbone": backbone, "seed": seed},
+        layers=dict.fromkeys(layers, shape),
         num_layers=4,
         splits={
             "train": SplitSpec(num_rows=num_train, num_views=num_views),
@@ -42,14 +45,15 @@ def learnable_store(path, *, num_train=61, num_val=24, num_views=1, dim=DIM, gri
             boxes=None,
         )
         for view in range(split.num_views):
-            tokens = rng.standard_normal((2, split.num_rows, num_patches + 1, dim), np.float32)
+            size = (len(layers), split.num_rows, num_patches + 1, dim)
+            tokens = rng.standard_normal(size, np.float32)
             place = rng.integers(0, num_patches + 1, split.num_rows)
             tokens[:, np.arange(split.num_rows), place] += centres[labels]
             tokens[:, :, 0] += 0.5 * centres[labels]
             data[name, view] = tokens.astype(np.float16)
     provenance = {
         "command": "epcache extract ...",
-        "backbone": {"name": "tiny", "norm_policy": "final", "num_layers": 4},
+        "backbone": {"name": backbone, "norm_policy": "final", "num_layers": 4},
         "dataset": {
             "name": "zoo", "classes": list(CLASSES), "train_split": "train", "eval_split": "val",
         },
@@ -79,9 +83,10 @@ def write_task(store, task, tokens):
         part[:, BAD_ROW - start] = 0
         bad = [Quarantined(row=BAD_ROW, path=f"train/{BAD_ROW}.png", reason="cut off")]
     arrays = {}
-    for number, layer in enumerate((0, 3)):
+    for number, (layer, shape) in enumerate(store.spec.layers.items()):
         arrays[layer, "patch"] = np.ascontiguousarray(part[number, :, 1:])
-        arrays[layer, "prefix"] = np.ascontiguousarray(part[number, :, :1])
+        if shape.num_prefix:
+            arrays[layer, "prefix"] = np.ascontiguousarray(part[number, :, :1])
     writer.append(arrays, [(9, 9)] * (stop - start), bad)
     writer.commit()
 

@@ -175,9 +175,13 @@ def test_bank_of_many_equals_banks_of_one():
     tokens=st.integers(1, 20),
     dim=st.integers(1, 24),
     tile=st.sampled_from([1, 50, 10**6]),
+    cut=st.integers(0, 8),
 )
-def test_pooling_equals_autograd(images, queries, tokens, dim, tile):
-    """The hand-written pooling has the values and gradients of the plain formula, in any tiling."""
+def test_pooling_equals_autograd(images, queries, tokens, dim, tile, cut):
+    """The hand-written pooling has the values and gradients of the plain formula.
+
+    In any tiling, and with the queries in one group or two.
+    """
     import epcache.pooling
 
     generator = torch.Generator().manual_seed(images * 1000 + queries)
@@ -188,7 +192,8 @@ def test_pooling_equals_autograd(images, queries, tokens, dim, tile):
     (expected,) = torch.autograd.grad((plain * weight).sum(), q)
     before, epcache.pooling.TILE_SCORES = epcache.pooling.TILE_SCORES, tile
     try:
-        ours = attention_pool(q, x)
+        groups = [q] if cut >= queries else [q[:cut], q[cut:]]
+        ours = torch.cat(attention_pool([part for part in groups if len(part)], x), dim=1)
         (gradient,) = torch.autograd.grad((ours * weight).sum(), q)
     finally:
         epcache.pooling.TILE_SCORES = before
@@ -202,7 +207,7 @@ def test_bfloat16_pooling_stays_close():
     q = (torch.randn(6, DIM, generator=torch.Generator().manual_seed(0)) * 0.3).requires_grad_()
     results = []
     for dtype in (torch.float32, torch.bfloat16):
-        pooled = attention_pool(q, tokens.to(dtype))
+        (pooled,) = attention_pool([q], tokens.to(dtype))
         (gradient,) = torch.autograd.grad(pooled.square().sum(), q)
         results.append((pooled.detach(), gradient))
     for exact, half in zip(*results, strict=True):

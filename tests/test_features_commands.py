@@ -202,7 +202,7 @@ def test_without_cls_only_gap(headless, capsys):
         (("knn", "--layer", "99"), "layer 99 is not in store"),
         (("knn", "--norm", "some"), "--norm some: expected one of"),
         (("knn", "--holdout", "1.5"), "expected a share in [0, 1)"),
-        (("linear", "--holdout", "1%"), "takes none of the training images"),
+        (("linear", "--holdout", "1%"), "holds out none"),
         (("linear", "--method", "svm"), "expected some of logistic, ridge"),
         (("linear", "--l2", "1"), "choose one with --method"),
         (("linear", "--holdout", "0"), "give one --method and one --l2"),

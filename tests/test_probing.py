@@ -7,9 +7,11 @@ from probekit import BAD_ROW, Recorder, curves, learnable_store, numbers
 
 import epcache
 from epcache.errors import ConfigError
+from epcache.norm import FinalNorm
 from epcache.probing import STREAM_FIELDS, ProbeConfig, fit_probes, group_by_stream
-from epcache.results import read_rows
-from epcache.stream import TokenSource
+from epcache.results import read_rows, run_name
+from epcache.selection import EVALUATION_ROWS, GroupFit
+from epcache.stream import TokenSource, TokenStream
 from epcache.trials import GroupPlan
 
 QUICK = {"epochs": 4, "batch_size": 10}
@@ -44,6 +46,10 @@ def ep(**changes):
         ({"holdout": 1.0}, "holdout=1.0: expected a share of train"),
         ({"seed": -1}, "seed=-1: expected a whole number of 0 or more"),
         ({"layer": "last"}, "layer='last': expected a block index"),
+        ({"average_layers": 0}, "average_layers=0: expected a whole number of 1 or more"),
+        ({"share": 0.0}, "share=0.0: expected a share of each class"),
+        ({"share": "1%"}, "share='1%': expected a number"),
+        ({"share": 0.1, "shots": 1}, "shots=1 and share=0.1: give one of the two"),
     ],
 )
 def test_wrong_values_are_refused_at_once(wrong, message):
@@ -58,9 +64,9 @@ def test_configs_are_grouped_by_what_a_pass_shares():
     own = [ep(lr=0.1), ep(seed=3), ep(num_queries=2), ep(weight_decay=0.1), ep(optimizer="sgd")]
     assert group_by_stream([base, *own, ProbeConfig(pooler="gap", **QUICK)]) == [[*range(7)]]
     other = {
-        "layer": 0, "tokens": "all", "norm": "none", "views": 1, "shots": 5, "recipe": "paper",
-        "batch_size": 12, "epochs": 3, "warmup_epochs": 1.0, "label_smoothing": 0.1,
-        "order_seed": 1, "holdout": 0.2,
+        "layer": 0, "average_layers": 2, "tokens": "all", "norm": "none", "views": 1, "shots": 5,
+        "share": 0.1, "recipe": "paper", "batch_size": 12, "epochs": 3, "warmup_epochs": 1.0,
+        "label_smoothing": 0.1, "order_seed": 1, "holdout": 0.2,
     }  # fmt: skip
     assert tuple(other) == STREAM_FIELDS
     for name, value in other.items():
@@ -89,11 +95,16 @@ def test_rows_say_what_was_chosen_and_what_it_scored(store, tmp_path):
             assert curve["final"] is None
             continue
         test = curve["final"]["test_top1"]
-        assert row.best_epoch == int(np.argmax(curve["select"]["val_top1"]))
+        assert row.best_epoch == last_best(curve["select"]["val_top1"])
         assert (row.test_top1, row.test_top1_last) == (test[row.best_epoch], test[-1])
         assert row.test_top1_best == max(test)
         assert row.test_top5 == curve["final"]["test_top5"][row.best_epoch]
     assert max(row.test_top1 or 0 for row in rows) > 0.6  # a third is chance
+
+
+def last_best(values):
+    """Position of the highest; the last of equals."""
+    return max(range(len(values)), key=lambda n: (values[n], n))
 
 
 def test_selection_never_reads_the_evaluation_split(store, tmp_path, monkeypatch):
@@ -121,10 +132,9 @@ def test_held_out_images_are_not_learnt_from(store):
     """Selection trains on nine tenths and judges by the other tenth of each class."""
     fit = plan_of(store, [ep()])
     learn, held = fit.held_out
-    assert sorted([*learn, *held]) == list(range(60))
-    assert len(held) == 6
-    labels = store["train"].labels[fit.rows]
-    assert np.bincount(labels[held]).tolist() == [2, 2, 2]
+    assert sorted([*learn, *held]) == fit.rows.tolist()
+    assert sorted({*range(61)} - {BAD_ROW}) == fit.rows.tolist()
+    assert np.bincount(store["train"].labels[held]).tolist() == [2, 2, 2]
 
 
 def plan_of(store, configs):
@@ -143,13 +153,13 @@ def test_without_held_out_data_nothing_is_chosen(store, tmp_path):
         assert curve["select"] is None
         assert row.test_top1_best == max(curve["final"]["test_top1"])
         assert row.test_top1_last == curve["final"]["test_top1"][-1]
-        assert row.best_epoch == int(np.argmax(curve["final"]["test_top1"]))
+        assert row.best_epoch == last_best(curve["final"]["test_top1"])
 
 
 def test_a_share_that_holds_out_nothing_is_refused(store, tmp_path):
-    """One shot a class leaves nothing to choose by: said before anything is trained."""
+    """A hundredth of twenty images a class is none: said before anything is trained."""
     recorder = Recorder()
-    configs = [ep(), ep(shots=1, batch_size=2)]
+    configs = [ep(), ep(holdout=0.01)]
     with pytest.raises(ConfigError, match="holds out none; use 0"):
         fit_probes(store, configs, results_dir=tmp_path, progress=recorder)
     assert recorder.phases == []
@@ -304,6 +314,125 @@ def test_shots_take_so_many_of_each_class(store, tmp_path):
     assert (row.shots, row.train_images) == (10, 30)
     one, other = (plan_of(store, [ep(shots=10, order_seed=s)]).rows for s in (0, 1))
     assert one.tolist() != other.tolist()
+
+
+def test_names_of_runs_of_earlier_versions_stay(store):
+    """What came later is in a name only where it is not the default."""
+    before = {
+        "command": "probe", "digest": store.digest, "precision": "float32", "pooler": "ep",
+        "num_queries": 4, "dim_out": None, "options": {}, "optimizer": "adamw", "lr": 0.01,
+        "weight_decay": 0.0, "seed": 0, "layer": 3, "tokens": "patch", "norm": "final", "views": 1,
+        "shots": None, "recipe": "small", "batch_size": 10, "epochs": 4, "warmup_epochs": 0.4,
+        "label_smoothing": 0.0, "order_seed": 0, "holdout": 0.1,
+    }  # fmt: skip
+
+    def name(**changed):
+        config = ep(weight_decay=0.0, warmup_epochs=0.4, **changed)
+        return plan_of(store, [config]).trials[0].run
+
+    assert name() == run_name(before)
+    unchosen = {"shots": 4, "holdout": 0.0}
+    assert name(**unchosen) == run_name({**before, **unchosen})
+    # few shots were once chosen by some of themselves: those rows are of other runs
+    assert name(shots=4) != run_name({**before, "shots": 4})
+
+
+@pytest.mark.parametrize("asked", [{"shots": 1}, {"shots": 5}, {"share": 0.1}])
+@pytest.mark.parametrize("pooler", ["gap", "ep"])
+def test_few_shots_are_chosen_by_other_training_images(store, tmp_path, monkeypatch, asked, pooler):
+    """What is learnt from, chosen by and scored share no image: the ids of all that is read."""
+    seen = {}
+    recorder = Recorder()
+    original = TokenStream._read
+
+    def read(self, batches, *, view):
+        phase = recorder.phases[-1].split()[0]
+        role = "judge" if self.batch_size == EVALUATION_ROWS else "learn"
+        for positions, batch in zip(batches, original(self, batches, view=view), strict=True):
+            split, rows = rows_of(self.source, batch[0])
+            ids = [split.samples()[row].path for row in rows]
+            assert len(ids) == len(positions)
+            seen.setdefault((phase, role), set()).update(ids)
+            yield batch
+
+    def rows_of(source, tokens):
+        """The rows of a store whose finished tokens these are, found by their values."""
+        for name in store.splits:
+            split = store[name]
+            rows = np.flatnonzero(split.valid)
+            whole = TokenSource(
+                split=split, layer=3, norm=FinalNorm.load(store.final_norm_path), rows=rows
+            ).read(np.arange(len(rows)))
+            if pooler == "gap":
+                whole = whole.mean(1, keepdim=True)
+            same = (tokens[:, None] - whole[None]).abs().amax((2, 3)) < 1e-6
+            if same.any():
+                assert same.sum(1).tolist() == [1] * len(tokens)
+                return split, rows[same.int().argmax(1).numpy()]
+        raise AssertionError
+
+    monkeypatch.setattr(TokenStream, "_read", read)
+    sized = {"num_queries": 4} if pooler == "ep" else {}
+    config = ProbeConfig(pooler=pooler, lr=0.01, epochs=2, batch_size=3, **sized, **asked)
+    (row,) = fit_probes(store, [config], results_dir=tmp_path, progress=recorder, device="cpu")
+    assert set(seen) == {(p, r) for p in ("select", "refit") for r in ("learn", "judge")}
+    subset, held = seen["select", "learn"], seen["select", "judge"]
+    evaluation = {sample.path for sample in store["val"].samples()}
+    assert seen["refit", "learn"] == subset
+    assert seen["refit", "judge"] == evaluation
+    assert not subset & held
+    assert not (subset | held) & evaluation
+    assert len(subset) == row.train_images == {1: 3, 5: 15, None: 6}[row.shots]
+    assert len(held) == {1: 3, 5: 12, None: 6}[row.shots]
+    assert row.test_top1 is not None
+
+
+def test_two_images_are_enough_to_train(tmp_path):
+    """One shot of two classes: a batch of two, chosen by two others."""
+    path = learnable_store(tmp_path / "store", num_train=5, num_val=3)
+    two = epcache.open_store(path)
+    recorder = Recorder()
+    configs = [ProbeConfig(pooler="gap", shots=1, lr=0.01, epochs=2)]
+    (row,) = fit_probes(two, configs, results_dir=tmp_path, progress=recorder)
+    assert (row.train_images, row.batch_size) == (3, 3)
+    assert "1 of 3 classes have no training image outside the subset" in recorder.messages[0]
+
+
+def test_what_fails_is_noted_and_the_rest_goes_on(store, tmp_path):
+    """Configs that do not fit and probes that diverge, each with its reason."""
+    failures = []
+    configs = [
+        ep(num_queries=5), ep(), ep(num_queries=5, lr=0.1), ep(layer=2), ep(layer=0),
+        ep(optimizer="sgd", lr=1e30),
+    ]  # fmt: skip
+    rows = fit_probes(store, configs, results_dir=tmp_path, failures=failures)
+    assert [(row.layer, row.lr) for row in rows] == [(3, 0.01), (0, 0.01)]
+    assert [(f.what, f.reason.split(";")[0]) for f in failures] == [
+        ("ep M=5, layer -1", "pooler ep: num_queries=5 does not divide dim_out=16"),
+        ("ep M=4, layer 2", f"layer 2 is not in store {store.path} (has 0,3 of 0-3). Run: epcache "
+         f"extract --layers 2 ..."),
+        ("ep M=4, lr 1e+30, seed 0, layer 3", "diverged in epoch 0 (lr 1e+30)"),
+    ]  # fmt: skip
+
+
+def test_a_pass_that_breaks_does_not_stop_the_others(store, tmp_path, monkeypatch):
+    """Such as one that needs more memory than there is."""
+    original = GroupFit.run
+
+    def run(self, **options):
+        if self.plan.layer == 0:
+            raise RuntimeError("out of memory\nand a long trace")
+        return original(self, **options)
+
+    monkeypatch.setattr(GroupFit, "run", run)
+    failures = []
+    rows = fit_probes(store, [ep(layer=0), ep()], results_dir=tmp_path, failures=failures)
+    assert [row.layer for row in rows] == [3]
+    assert [(f.what, f.reason) for f in failures] == [
+        ("ep M=4, lr 0.01, seed 0, layer 0", "out of memory")
+    ]
+    with pytest.raises(RuntimeError, match="out of memory"):
+        fit_probes(store, [ep(layer=0)], results_dir=tmp_path)
 
 
 def test_what_does_not_fit_the_store_is_refused_before_training(store, tmp_path):

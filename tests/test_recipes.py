@@ -15,6 +15,7 @@ from epcache.recipes import (
     OPTIMIZER_NAMES,
     RECIPES,
     SMALL_LEARNING_RATES,
+    SMALL_WEIGHT_DECAY,
     Recipe,
     find_recipe,
     resolve,
@@ -49,22 +50,23 @@ def test_published_rate_follows_the_batch_and_a_given_one_does_not():
 
 
 def test_small_recipe_on_cub():
-    """Some twenty steps an epoch, all rates in one pass, none scaled."""
+    """Some twenty steps an epoch, all rates in one pass, none scaled, one decay."""
     recipe = resolve("small", CUB_ROWS)
-    assert recipe.steps_per_epoch == 23
-    assert recipe.batch_size == 260
+    assert recipe.steps_per_epoch == 24
+    assert recipe.batch_size == 249
+    assert recipe.weight_decays == (SMALL_WEIGHT_DECAY,)
     assert recipe.lrs == SMALL_LEARNING_RATES
     assert [lr for lr, _ in recipe.grid] == list(SMALL_LEARNING_RATES)
 
 
 @given(num_rows=st.integers(2, 3_000_000))
 def test_small_batches_use_nearly_every_row(num_rows):
-    """An eighth of the rows or less where there are enough, never under 16, and few left out."""
+    """A tenth of the rows or less where there are enough, never under 16, and few left out."""
     recipe = resolve("small", num_rows)
     size, steps = recipe.batch_size, recipe.steps_per_epoch
     assert size >= min(16, num_rows)
     assert size <= 256 * 9 / 8
-    assert size <= num_rows / 8 or num_rows < 128
+    assert size <= num_rows / 10 or num_rows < 16 * 24
     assert 0 <= num_rows - size * steps < steps
 
 
@@ -142,7 +144,7 @@ def test_own_recipe():
         ({"epochs": 2.5}, "epochs must be a whole number"),
         ({"batch_size": 1}, "batch_size must be a whole number of at least 2, got 1"),
         ({"batch_size": 1001}, "batches of 1001 rows and there are 1000"),
-        ({"warmup_epochs": 50}, "warmup_epochs is 50 of 50 epochs; expected less than epochs"),
+        ({"warmup_epochs": 50}, "warmup_epochs is 50 of 30 epochs; expected less than epochs"),
         ({"warmup_epochs": -1}, "warmup_epochs must be finite and 0 or more, got -1"),
         ({"lrs": []}, "lrs is empty; give at least one value"),
         ({"lrs": [0.1, 0.0]}, "lrs must be above 0, got 0.1, 0"),

@@ -101,6 +101,8 @@ def test_json_has_the_fields_that_others_read():
         "epcache_version",
     ]
     assert list(row().to_json()) == documented
+    assert list(row(average_layers=4).to_json()) == [*documented, "average_layers"]
+    assert list(row(share=0.01).to_json()) == [*documented, "share"]
     assert list(row(k=10, temperature=0.07).to_json()) == [*documented, "k", "temperature"]
     assert list(row(method="ridge", l2=1.0).to_json()) == [*documented, "method", "l2"]
 
@@ -116,6 +118,13 @@ def test_best_is_chosen_on_held_out_data():
     assert best_row(rows) is rows[1]
     assert best_row([rows[3], row("e", test_top1_best=0.5)]) is rows[3]
     assert best_row([]) is None
+
+
+def test_what_to_report_is_the_chosen_epoch():
+    """Or the best one, where nothing was held out; a probe that was not chosen has nothing."""
+    assert row(val_top1=0.5, test_top1=0.6, test_top1_best=0.7).score == 0.6
+    assert row(test_top1_best=0.7).score == 0.7
+    assert row(val_top1=0.5).score is None
 
 
 def test_run_names_depend_on_all_and_only_on_values():

@@ -67,6 +67,39 @@ def test_tokens_that_start_with_cls_work_too(store, tmp_path):
     torch.testing.assert_close(maps.sum(2), torch.ones(len(patch), 4))
 
 
+@pytest.mark.parametrize("asked", [{"tokens": "all", "num_queries": 4}, {"pooler": "cls"}])
+def test_a_probe_on_an_average_takes_a_list_of_layers(tmp_path, asked):
+    """Earliest first; each gets its norm before the mean. Another number is one clear error."""
+    store = epcache.open_store(learnable_store(tmp_path / "store", layers=(0, 1, 2, 3)))
+    (row,) = fit_probes(
+        store, [ProbeConfig(average_layers=3, **asked, **QUICK)], results_dir=tmp_path
+    )
+    assert (row.layer, row.average_layers) == (3, 3)
+    probe = load_probe(row.run, results_dir=tmp_path)
+    split = store["val"]
+    layers = [split.layer(layer) for layer in (1, 2, 3)]
+    patch = [torch.from_numpy(layer.patch[:]) for layer in layers]
+    prefix = [torch.from_numpy(layer.prefix[:]) for layer in layers]
+    with torch.no_grad():
+        logits = probe(patch, prefix)
+    top1 = float((logits.argmax(1).numpy() == split.labels).mean())
+    assert top1 == pytest.approx(row.test_top1, abs=1e-6)
+    with pytest.raises(ConfigError, match=r"tokens of 1 layers: this probe looks at 3, layers 1"):
+        probe(patch[0], prefix[0])
+    with pytest.raises(ConfigError, match=r"prefix of 2 layers: .* give a list of 3 tensors"):
+        probe(patch, prefix[:2])
+
+
+def test_a_probe_on_one_layer_takes_one_tensor(store, tmp_path):
+    """A list of one is the same; more is refused."""
+    (row,) = fit_probes(store, [ProbeConfig(num_queries=4, **QUICK)], results_dir=tmp_path)
+    probe = load_probe(row.run, results_dir=tmp_path)
+    patch = torch.from_numpy(store["val"].layer(-1).patch[:])
+    assert torch.equal(probe(patch), probe([patch]))
+    with pytest.raises(ConfigError, match="looks at 1, layer 3; give one tensor"):
+        probe([patch, patch])
+
+
 def test_without_held_out_data_best_is_the_best_epoch(store, tmp_path):
     """There the state is that of test_top1_best."""
     config = ProbeConfig(num_queries=4, holdout=0.0, **QUICK)

@@ -4,6 +4,8 @@ import os
 import subprocess
 import sys
 import threading
+from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from hypothesis import strategies as st
 from probekit import learnable_store
 
 import epcache
+from epcache.averaging import averaged_layers
 from epcache.errors import ConfigError
 from epcache.norm import FinalNorm
 from epcache.order import epoch_order
@@ -180,3 +183,42 @@ def test_streaming_a_large_store_takes_little_memory(tmp_path):
     assert size > 110
     assert used < size / 2
     assert growth < size / 10
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory):
+    path = tmp_path_factory.mktemp("deep") / "store"
+    return epcache.open_store(learnable_store(path, layers=(0, 1, 2, 3)))
+
+
+@pytest.mark.parametrize("tokens", ["patch", "all", "cls"])
+@pytest.mark.parametrize("norm", [True, False])
+@pytest.mark.parametrize("number", [1, 2, 4])
+def test_layers_are_averaged_after_the_norm_of_each(deep, tokens, norm, number):
+    """The mean of the finished tokens of the last layers, as numpy has it."""
+    source = source_of(deep, tokens=tokens, norm=norm, rows=[2, 7, 30])
+    layers = [
+        replace(source, layer=layer).read(np.arange(3)).double().numpy()
+        for layer in range(4 - number, 4)
+    ]
+    found = replace(source, average_layers=number).read(np.arange(3))
+    assert found.dtype == torch.float32
+    np.testing.assert_allclose(found.numpy(), np.mean(layers, axis=0), rtol=1e-5, atol=1e-6)
+    pooled = PooledSource.of(replace(source, average_layers=number), num_views=1)
+    torch.testing.assert_close(pooled.features[0], found.mean(1, keepdim=True))
+
+
+def test_layers_that_cannot_be_averaged_are_told(store, deep, tmp_path):
+    """One that is not cached, more than there are, and tokens of another grid."""
+    with pytest.raises(ConfigError, match=r"layer 2 of 2 to 3 is not in store .*has 0,3"):
+        averaged_layers(store, -1, 2)
+    with pytest.raises(ConfigError, match="there are 4 layers up to layer 3; average 4 or fewer"):
+        averaged_layers(deep, -1, 5)
+    assert averaged_layers(deep, 2, 2) == (1, 2)
+    shapes = dict(deep.spec.layers)
+    shapes[2] = replace(shapes[2], grid=(3, 2))
+    other = SimpleNamespace(
+        path="store", spec=replace(deep.spec, layers=shapes), resolve_layer=deep.resolve_layer
+    )
+    with pytest.raises(ConfigError, match="tokens of layer 2 have another shape than those of"):
+        averaged_layers(other, 3, 2)

@@ -34,6 +34,8 @@ class Pooler(nn.Module):
     """The first token must be [CLS]: patch tokens alone cannot be pooled."""
     needs_grid: ClassVar[bool] = False
     """Tokens must be exactly the patch tokens of `grid`, without [CLS]."""
+    fills_slices: ClassVar[bool] = False
+    """Map m alone decides the m-th of `num_maps` equal slices of the output."""
 
     def __init__(
         self, *, dim: int, grid: Grid = None, dim_out: int | None = None, num_maps: int = 0
@@ -74,6 +76,20 @@ class Pooler(nn.Module):
             ConfigError: If the output is not a function of the maps that `attention` returns.
         """
         raise ConfigError(f"pooler {self.name} cannot pool with given attention maps")
+
+    def ablate(self, tokens_BND: Tensor) -> Tensor:
+        """Outputs with each map in turn replaced by uniform attention, shape (B, M, O).
+
+        Everything else stays: the other maps, and the weight that the replaced one gives to the
+        tokens in all. Never updates running statistics.
+
+        Raises:
+            ConfigError: If the pooler has no attention (cls, gap).
+        """
+        maps_BMN = self.attention(tokens_BND)
+        uniform = 1 / maps_BMN.shape[-1]
+        replaced = [replace_map(maps_BMN, index, uniform) for index in range(self.num_maps)]
+        return torch.stack([self.pool(tokens_BND, maps) for maps in replaced], dim=1)
 
     def macs(self, num_tokens: int) -> int:
         """Multiply-adds of `forward` per image as computed here, without the classifier.
@@ -175,6 +191,13 @@ def resolve_heads(pooler: str, dim: int, num_heads: int | None) -> int:
             f"nearest valid num_heads: {nearest_divisors(dim, num_heads)}"
         )
     return num_heads
+
+
+def replace_map(maps_BMN: Tensor, index: int, value: Tensor | float) -> Tensor:
+    """Return a copy of the maps with one of them replaced; `value` broadcasts to (B, N)."""
+    replaced = maps_BMN.clone()
+    replaced[:, index] = value
+    return replaced
 
 
 def split_heads(tokens: Tensor, num_heads: int) -> Tensor:

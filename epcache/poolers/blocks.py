@@ -11,7 +11,9 @@ from epcache.poolers.base import (
     Grid,
     Pooler,
     attend_all,
+    replace_map,
     resolve_heads,
+    split_heads,
 )
 from epcache.poolers.layers import Mlp, linear, trunc_linear, trunc_normal
 from epcache.poolers.views import (
@@ -27,6 +29,13 @@ def _without_first(weights_BhN: Tensor) -> Tensor:
     """Drop the first token's weight and let the rows sum to 1 again."""
     rest_BhN = weights_BhN[..., 1:]
     return rest_BhN / rest_BhN.sum(dim=-1, keepdim=True)
+
+
+def _level(weights_BhN: Tensor, index: int) -> Tensor:
+    """Spread what one map gives to the tokens evenly over them; the first token keeps its own."""
+    rest_BN = weights_BhN[:, index, 1:]
+    even_BN = rest_BN.mean(dim=-1, keepdim=True).expand_as(rest_BN)
+    return replace_map(weights_BhN, index, torch.cat([weights_BhN[:, index, :1], even_BN], dim=-1))
 
 
 class ClipPooler(Pooler):
@@ -85,7 +94,10 @@ class ClipPooler(Pooler):
 
     def forward(self, tokens_BND: Tensor) -> Tensor:
         """Pool, shape (B, D)."""
-        view, weights_BhN = self._attend(tokens_BND)
+        return self._finish(*self._attend(tokens_BND))
+
+    def _finish(self, view: PrependView, weights_BhN: Tensor) -> Tensor:
+        """Pool by the heads' weights, then value and output projections."""
         value_weight_DD = self.qkv.weight[2 * self.dim :]
         y_BD = project_heads(view.pool(weights_BhN), value_weight_DD)
         out: Tensor = self.proj(y_BD + self.qkv.bias[2 * self.dim :])
@@ -94,6 +106,12 @@ class ClipPooler(Pooler):
     def attention(self, tokens_BND: Tensor) -> Tensor:
         """Softmax maps of the mean token's heads over the patches, shape (B, num_heads, N)."""
         return _without_first(self._attend(tokens_BND)[1])
+
+    def ablate(self, tokens_BND: Tensor) -> Tensor:
+        """See `Pooler.ablate`; a head's attention to the mean token stays as it is."""
+        view, weights_BhN = self._attend(tokens_BND)
+        levelled = [_level(weights_BhN, head) for head in range(self.num_heads)]
+        return torch.stack([self._finish(view, weights) for weights in levelled], dim=1)
 
     def macs(self, num_tokens: int) -> int:
         """Multiply-adds per image, pooled first; positions are scored and summed apart."""
@@ -163,7 +181,10 @@ class CaitPooler(Pooler):
 
     def forward(self, tokens_BND: Tensor) -> Tensor:
         """Pool, shape (B, D)."""
-        view, weights_BhN = self._attend(tokens_BND)
+        return self._finish(*self._attend(tokens_BND))
+
+    def _finish(self, view: PrependView, weights_BhN: Tensor) -> Tensor:
+        """Pool by the heads' weights, then the rest of the block."""
         heads_BD = project_heads(view.pool(weights_BhN), self.value.weight) + self.value.bias
         y_BD = self.queries + self.gamma * self.proj(heads_BD)
         y_BD = y_BD + self.gamma_mlp * self.mlp(self.norm_mlp(y_BD))
@@ -173,6 +194,12 @@ class CaitPooler(Pooler):
     def attention(self, tokens_BND: Tensor) -> Tensor:
         """Softmax maps of the query's heads over the tokens, shape (B, num_heads, N)."""
         return _without_first(self._attend(tokens_BND)[1])
+
+    def ablate(self, tokens_BND: Tensor) -> Tensor:
+        """See `Pooler.ablate`; a head's attention to the query itself stays as it is."""
+        view, weights_BhN = self._attend(tokens_BND)
+        levelled = [_level(weights_BhN, head) for head in range(self.num_heads)]
+        return torch.stack([self._finish(view, weights) for weights in levelled], dim=1)
 
     def macs(self, num_tokens: int) -> int:
         """Multiply-adds per image, pooled first."""
@@ -224,13 +251,30 @@ class VitBlockPooler(Pooler):
 
     def forward(self, tokens_BND: Tensor) -> Tensor:
         """Pool, shape (B, D)."""
-        y_BND: Tensor = tokens_BND + self.proj(self._attend(tokens_BND)[0])
+        return self._finish(tokens_BND, self._attend(tokens_BND)[0])
+
+    def _finish(self, tokens_BND: Tensor, mixed_BND: Tensor) -> Tensor:
+        """Residual, MLP and mean."""
+        y_BND: Tensor = tokens_BND + self.proj(mixed_BND)
         y_BND = y_BND + self.mlp(self.norm_mlp(y_BND))
         return y_BND.mean(dim=1)
 
     def attention(self, tokens_BND: Tensor) -> Tensor:
         """Softmax maps of the heads, averaged over the tokens that attend, (B, num_heads, N)."""
         return self._attend(tokens_BND)[1].mean(dim=2)
+
+    def ablate(self, tokens_BND: Tensor) -> Tensor:
+        """See `Pooler.ablate`; all tokens attend evenly in the head whose map is replaced."""
+        self.check_tokens(tokens_BND)
+        qkv_BNE: Tensor = self.qkv(self.norm(tokens_BND))
+        mixed_BNhk = split_heads(attend_all(qkv_BNE, self.num_heads)[0], self.num_heads)
+        mean_Bhk = split_heads(qkv_BNE[..., 2 * self.dim :].mean(dim=1), self.num_heads)
+        outputs = []
+        for head in range(self.num_heads):
+            levelled_BNhk = mixed_BNhk.clone()
+            levelled_BNhk[:, :, head] = mean_Bhk[:, None, head]
+            outputs.append(self._finish(tokens_BND, levelled_BNhk.flatten(2)))
+        return torch.stack(outputs, dim=1)
 
     def macs(self, num_tokens: int) -> int:
         """Multiply-adds per image; nothing folds, so this is also the published count."""

@@ -7,7 +7,7 @@ LayerNorm on the tokens into one number per token (`views`).
 import torch
 from torch import Tensor, nn
 
-from epcache.poolers.base import Grid, Pooler, resolve_heads
+from epcache.poolers.base import Grid, Pooler, replace_map, resolve_heads
 from epcache.poolers.layers import Mlp, linear, trunc_linear, trunc_normal
 from epcache.poolers.views import (
     NormView,
@@ -56,6 +56,16 @@ class CrossPooler(Pooler):
     def pool(self, tokens_BND: Tensor, attention_BMN: Tensor) -> Tensor:
         """Pool with the given maps, shape (B, D)."""
         return self.finish(self.views(tokens_BND)[1].pool(attention_BMN))
+
+    def ablate(self, tokens_BND: Tensor) -> Tensor:
+        """See `Pooler.ablate`; tokens are summed once for all maps and once evenly."""
+        self.check_tokens(tokens_BND)
+        keys, values = self.views(tokens_BND)
+        maps_BMN = self.scores(keys).softmax(dim=-1)
+        pooled_BhD = values.pool(maps_BMN)
+        even_BD = values.pool(torch.full_like(maps_BMN[:, :1], 1 / maps_BMN.shape[-1]))[:, 0]
+        replaced = [replace_map(pooled_BhD, head, even_BD) for head in range(self.num_heads)]
+        return torch.stack([self.finish(pooled) for pooled in replaced], dim=1)
 
     def _attention_macs(self, num_tokens: int) -> int:
         """Query, fold, scores, sums, values and output projection."""

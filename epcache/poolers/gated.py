@@ -138,18 +138,27 @@ class DelfPooler(Pooler):
 
     def forward(self, tokens_BND: Tensor) -> Tensor:
         """Pool, shape (B, D)."""
-        features_BND, scores_BN1 = self._features(tokens_BND, update=True)
+        return self._finish(*self._features(tokens_BND, update=True))
+
+    def _finish(self, features_BND: Tensor, scores_BN1: Tensor) -> Tensor:
+        """Mean over the tokens of score times normalised feature."""
         norms_BN1: Tensor = torch.linalg.vector_norm(features_BND, dim=-1, keepdim=True).clamp_min(
             1e-12
         )
         weights_B1N = (scores_BN1 / norms_BN1).transpose(1, 2)
         total_BD: Tensor = (weights_B1N @ features_BND)[:, 0]
-        return total_BD / tokens_BND.shape[1]
+        return total_BD / features_BND.shape[1]
 
     def attention(self, tokens_BND: Tensor) -> Tensor:
         """Scores divided by their sum, shape (B, 1, N)."""
         scores_B1N = self._features(tokens_BND, update=False)[1].transpose(1, 2)
         return scores_B1N / scores_B1N.sum(dim=-1, keepdim=True)
+
+    def ablate(self, tokens_BND: Tensor) -> Tensor:
+        """See `Pooler.ablate`; every token gets the mean score."""
+        features_BND, scores_BN1 = self._features(tokens_BND, update=False)
+        even_BN1 = scores_BN1.mean(dim=1, keepdim=True).expand_as(scores_BN1)
+        return self._finish(features_BND, even_BN1)[:, None]
 
     def macs(self, num_tokens: int) -> int:
         """Multiply-adds per image; nothing folds, so this is also the published count."""
@@ -223,18 +232,29 @@ class CbamPooler(Pooler):
 
     def forward(self, tokens_BND: Tensor) -> Tensor:
         """Pool, shape (B, D)."""
+        return self._finish(tokens_BND, *self._gates(tokens_BND, update=True))
+
+    def _gates(self, tokens_BND: Tensor, *, update: bool) -> tuple[Tensor, Tensor]:
+        """Return the tokens behind the channel gate and the spatial gate (B, N)."""
         self.check_tokens(tokens_BND)
         gated_BND = tokens_BND * self.channel(tokens_BND)[:, None]
-        gate_BN: Tensor = self.spatial(gated_BND, update=True)
+        gate_BN: Tensor = self.spatial(gated_BND, update=update)
+        return gated_BND, gate_BN
+
+    def _finish(self, tokens_BND: Tensor, gated_BND: Tensor, gate_BN: Tensor) -> Tensor:
         refined_BND: Tensor = (gated_BND * gate_BN[..., None] + tokens_BND).relu()
         return refined_BND.mean(dim=1)
 
     def attention(self, tokens_BND: Tensor) -> Tensor:
         """Spatial gate divided by its sum, shape (B, 1, N)."""
-        self.check_tokens(tokens_BND)
-        gated_BND = tokens_BND * self.channel(tokens_BND)[:, None]
-        gate_B1N: Tensor = self.spatial(gated_BND, update=False)[:, None]
+        gate_B1N = self._gates(tokens_BND, update=False)[1][:, None]
         return gate_B1N / gate_B1N.sum(dim=-1, keepdim=True)
+
+    def ablate(self, tokens_BND: Tensor) -> Tensor:
+        """See `Pooler.ablate`; every token gets the mean spatial gate."""
+        gated_BND, gate_BN = self._gates(tokens_BND, update=False)
+        even_BN = gate_BN.mean(dim=1, keepdim=True).expand_as(gate_BN)
+        return self._finish(tokens_BND, gated_BND, even_BN)[:, None]
 
     def macs(self, num_tokens: int) -> int:
         """Multiply-adds per image; nothing folds, so this is also the published count."""

@@ -46,6 +46,7 @@ class EpPooler(Pooler):
     """
 
     name = "ep"
+    fills_slices = True
 
     def __init__(
         self,
@@ -131,6 +132,7 @@ class MhcaPooler(Pooler):
     """
 
     name = "mhca"
+    fills_slices = True
 
     def __init__(
         self,

@@ -30,6 +30,7 @@ class SimpoolPooler(Pooler):
     """
 
     name = "simpool"
+    fills_slices = True
 
     def __init__(
         self,

@@ -28,9 +28,9 @@ def existing(path: Path) -> Path:
         WeightsError: If none is.
     """
     if path.is_dir():
-        raise WeightsError(f"weights {path} is a folder; --weights takes a file in it")
+        raise WeightsError(f"weights {path} is a folder; give a file in it")
     if not path.is_file():
-        raise WeightsError(f"weights file {path} does not exist; check --weights")
+        raise WeightsError(f"weights file {path} does not exist; check the path")
     return path
 
 
@@ -55,7 +55,7 @@ def read_checkpoint(path: Path) -> Any:
             f"{path} holds more than tensors ({_unsafe_name(error)}), and loading that could run "
             f"code; where you trust it, save its state dict alone as safetensors and pass that file"
         ) from error
-    except (RuntimeError, EOFError, OSError, ValueError, KeyError, AttributeError) as error:
+    except Exception as error:  # of rubbish, torch's unpickler raises whatever it stumbles over
         reason = (str(error).strip().splitlines() or ["unreadable"])[0]
         raise WeightsError(
             f"{path} is neither a safetensors nor a torch file, or is damaged: {reason}"
