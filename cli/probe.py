@@ -60,6 +60,10 @@ def probe(
     export: Annotated[
         Path | None, typer.Option(help="Write the best ep probe as a published head.")
     ] = None,
+    imported: Annotated[
+        Path | None,
+        typer.Option("--import", help="Score a published EP head; nothing is trained."),
+    ] = None,
     again: options.Again = False,
     json: options.Json = False,
 ) -> None:
@@ -70,6 +74,13 @@ def probe(
     from epcache.pipelines import probe as pipeline
     from epcache.pipelines.store import find_store
 
+    if imported is not None:
+        refuse_training(
+            pooler=pooler, M=num_queries, dim_out=dim_out, lr=lr, weight_decay=weight_decay,
+            optimizer=optimizer, epochs=epochs, batch_size=batch_size, shots=shots, share=share,
+            label_smoothing=label_smoothing, views=views, seed=seed, export=export,
+            average_layers=None if average_layers == 1 else average_layers,
+        )  # fmt: skip
     shared = {
         "layer": layer, "average_layers": average_layers, "tokens": tokens, "norm": norm,
         "recipe": recipe, "optimizer": optimizer, "epochs": epochs, "batch_size": batch_size,
@@ -92,7 +103,10 @@ def probe(
     )
     with render_probe.ProbeView() as view:
         try:
-            study = pipeline.probe(request, view)
+            if imported is None:
+                study = pipeline.probe(request, view)
+            else:
+                study = pipeline.score_head(request, imported)
         except KeyboardInterrupt:
             view.message("stopped; whole epochs are kept. Go on with the same command:")
             view.message(shlex.join(["epcache", *context.obj]))
@@ -101,6 +115,18 @@ def probe(
         print_json(study.to_json())
     else:
         render_probe.probed(study)
+
+
+def refuse_training(**given: object) -> None:
+    """An imported head brings all of this along.
+
+    Raises:
+        typer.BadParameter: Something was given.
+    """
+    if names := [f"--{name.replace('_', '-')}" for name, value in given.items() if value]:
+        raise typer.BadParameter(
+            f"--import scores a trained head as it is; leave out {', '.join(names)}"
+        )
 
 
 def register(app: typer.Typer) -> None:

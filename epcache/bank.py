@@ -20,6 +20,7 @@ from epcache.poolers import make_pooler
 from epcache.pooling import attention_pool
 from epcache.probe import Probe
 from epcache.stacked import stacked_linear, stacked_norm
+from epcache.workspace import Workspace
 
 State = dict[str, Tensor]
 """Parameters or buffers by name, each stacked (P, ...)."""
@@ -107,6 +108,7 @@ class EpStack(Stack):
         super().__init__(probes, members, device)
         self.scale: float = probes[0].pooler.dim ** -0.5
         self.eps, self.momentum = probes[0].norm.eps, probes[0].norm.momentum
+        self._workspace = Workspace()
 
     @property
     def queries_PMD(self) -> Tensor:
@@ -118,7 +120,8 @@ class EpStack(Stack):
         num_images, num_probes, num_queries, dim = pooled_BPMD.shape
         # One batched product over S = (probe, query): the batch is the rows
         value_SoD = self.params["pooler.value.weight"].view(num_probes * num_queries, -1, dim)
-        y_SBo = stacked_linear(pooled_BPMD.flatten(1, 2).transpose(0, 1), value_SoD)
+        pooled_SBD = pooled_BPMD.flatten(1, 2).transpose(0, 1)
+        y_SBo = stacked_linear(pooled_SBD, value_SoD, self._workspace)
         y_PMBo = y_SBo.view(num_probes, num_queries, num_images, -1)
         y_PBO = y_PMBo.transpose(1, 2).reshape(num_probes, num_images, -1)
         y_PBO = self._normalise(y_PBO, training=training)
@@ -185,6 +188,7 @@ class ProbeBank:
     ) -> None:
         self.device = torch.device(device)
         self.trainees = list(trainees)
+        self._workspace = Workspace()
         members: dict[Any, list[int]] = {}
         for position, trainee in enumerate(trainees):
             members.setdefault(trainee.structure, []).append(position)
@@ -214,7 +218,8 @@ class ProbeBank:
         queries = [stack.queries_PMD for stack in self.stacks if isinstance(stack, EpStack)]
         if not queries:
             return
-        parts = attention_pool([q.flatten(0, 1) for q in queries], tokens_BND)
+        groups = [q.flatten(0, 1) for q in queries]
+        parts = attention_pool(groups, tokens_BND, self._workspace)
         for pooled_BQD, q in zip(parts, queries, strict=True):
             yield pooled_BQD.view(len(tokens_BND), *q.shape)
 

@@ -38,6 +38,7 @@ from epcache.pooling import attention_pool
 from epcache.store.reader import open_store
 from epcache.stream import PooledSource, TokenSource, TokenStream
 from epcache.train import Fit, Schedule
+from epcache.workspace import Workspace
 
 NUM_TOKENS, DIM, BATCH, CLASSES = 196, 768, 128, 1000
 """ViT-B/16 at 224 pixels on ImageNet: the size of the published tables."""
@@ -174,10 +175,11 @@ def bench_pooling(*, num_repeats: int = 5) -> Figure:
     gradient = torch.randn(BATCH, 256, DIM)
     flops = 4 * 2 * BATCH * 256 * NUM_TOKENS * DIM
     left, right = torch.randn(2048, 2048), torch.randn(2048, 2048)
+    workspace = Workspace()  # as a bank has one
 
     def pool() -> None:
         queries.grad = None
-        attention_pool([queries], tokens)[0].backward(gradient)  # type: ignore[no-untyped-call]
+        attention_pool([queries], tokens, workspace)[0].backward(gradient)  # type: ignore[no-untyped-call]
 
     def product() -> None:
         torch.mm(left, right)

@@ -52,7 +52,7 @@ def convergence(
     found = []
     for row in rows:
         curve = scored_curve(row, results_dir)
-        if curve:
+        if curve and row.epochs is not None:  # an imported head has one score and no epochs
             found.append(
                 Convergence(
                     run=row.run,

@@ -127,7 +127,8 @@ def import_head(
         epcache_version=version(),
     )
     folder = results.results_dir() if results_dir is None else results_dir
-    about = _about(config, place, classes, precision, head)
+    imported = {"file": str(path.resolve()), "sha256": head}
+    about = _about(config, place, classes, precision, imported)
     RunFiles(folder, row.run).write(
         Trained(row=row, config=about, select=None, final=outcome, norm=final_norm)
     )
@@ -189,7 +190,11 @@ def _score(
 
 
 def _about(
-    config: ProbeConfig, place: _Place, classes: tuple[str, ...], precision: str, head: str
+    config: ProbeConfig,
+    place: _Place,
+    classes: tuple[str, ...],
+    precision: str,
+    imported: dict[str, str],
 ) -> dict[str, Any]:
     """The run's config, as a trained one has it."""
     store, shape = place.store, place.store.spec.layers[place.layer]
@@ -197,7 +202,7 @@ def _about(
     return {
         "store": str(store.path),
         "digest": store.digest,
-        "imported": head,
+        "imported": imported,
         "probe": config.to_json(),
         "precision": precision,
         "dim": shape.dim,

@@ -9,8 +9,9 @@ are the same to the last bit. Two habits keep that true:
   wherever in a tensor an element lies, or of torch's fused kernels, called for each probe alone.
 
 The fused kernels exist because a step is bound by memory: they read a parameter and its moments
-once, where a dozen tensor operations read and write them a dozen times. On other devices than the
-CPU, where a call costs more than it moves, the operations are used; both are tested as equal.
+once, where a dozen tensor operations read and write them a dozen times. For biases and
+on other devices than the CPU, where a call costs more than it moves, the operations are used; both
+are tested as equal.
 """
 
 import inspect
@@ -25,6 +26,9 @@ from torch import Tensor
 from epcache.errors import ConfigError
 
 Rate = TypeVar("Rate", float, Tensor)
+
+FUSED_NUMEL = 2048
+"""Elements a probe from which its own kernel call is cheaper than its share of the operations."""
 
 
 def learning_rate(
@@ -115,7 +119,9 @@ class StackedOptimizer(ABC):
         for name, param in self.params.items():
             whole = {"param": param, **self.state[name]}
             part = {key: _take(value, rows) for key, value in whole.items()}
-            update = self._update_each if param.device.type == "cpu" else self._update
+            is_large = param.numel() >= FUSED_NUMEL * len(param)
+            fused = is_large and param.device.type == "cpu"
+            update = self._update_each if fused else self._update
             update(part, _take(grads[name], rows).to(param.dtype), scalars)
             _put(whole, rows, part)
 

@@ -19,34 +19,47 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from epcache.workspace import Workspace
+
 TILE_SCORES = 2**19
 """Scores (images x tokens x queries) of a part; 2 MB in float32 stay in a core's cache."""
 
 
-def attention_pool(queries: Sequence[Tensor], tokens_BND: Tensor) -> tuple[Tensor, ...]:
+def attention_pool(
+    queries: Sequence[Tensor], tokens_BND: Tensor, workspace: Workspace | None = None
+) -> tuple[Tensor, ...]:
     """Pool tokens by softmax attention of shared queries.
 
     Args:
         queries: Scaled queries (Q, D) in float32, in one group or more; scores are their plain
             inner products.
         tokens_BND: Tokens in the type in which to multiply: float32, or bfloat16 where it is fast.
+        workspace: Where the results lie, until the next call with it; None takes new memory.
 
     Returns:
         For each group (B, Q, D) float32, differentiable with respect to its queries alone.
     """
-    pooled: tuple[Tensor, ...] = _AttentionPool.apply(tokens_BND, *queries)
+    pooled: tuple[Tensor, ...] = _AttentionPool.apply(
+        workspace or Workspace(), tokens_BND, *queries
+    )
     return pooled
 
 
 class _AttentionPool(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tokens_BND: Tensor, *queries: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, workspace: Workspace, tokens_BND: Tensor, *queries: Tensor
+    ) -> tuple[Tensor, ...]:
         num_images, num_tokens, dim = tokens_BND.shape
         queries_DQ = _joined(queries, 0).to(tokens_BND.dtype).T
         num_queries = queries_DQ.shape[1]
         ctx.sizes = [len(group) for group in queries]
-        weights_BNQ = tokens_BND.new_empty(num_images, num_tokens, num_queries)
-        pooled = [tokens_BND.new_empty(num_images, size, dim) for size in ctx.sizes]
+        shape = num_images, num_tokens, num_queries
+        weights_BNQ = workspace.empty("weights", shape, tokens_BND)
+        pooled = [
+            workspace.empty(f"pooled {group}", (num_images, size, dim), tokens_BND)
+            for group, size in enumerate(ctx.sizes)
+        ]
         for tile in tiles(num_images, num_queries * num_tokens):
             tokens, weights = tokens_BND[tile], weights_BNQ[tile]
             torch.mm(tokens.reshape(-1, dim), queries_DQ, out=weights.view(-1, num_queries))
@@ -71,7 +84,7 @@ class _AttentionPool(torch.autograd.Function):
             total = grad_scores.sum(1, keepdim=True, dtype=torch.float32).to(tokens.dtype)
             grad_scores.addcmul_(weights, total, value=-1)
             grad_QD += grad_scores.view(-1, num_queries).T @ tokens.reshape(-1, dim)
-        return None, *torch.split(grad_QD, ctx.sizes)
+        return None, None, *torch.split(grad_QD, ctx.sizes)
 
 
 def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:

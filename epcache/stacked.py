@@ -12,10 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from epcache.workspace import Workspace
 
-def stacked_linear(x_SBI: Tensor, weight_SOI: Tensor) -> Tensor:
-    """``x @ weight.T`` for every S, (S, B, O); `x` may be a transposed view and is not copied."""
-    y_SBO: Tensor = _StackedLinear.apply(x_SBI, weight_SOI)
+
+def stacked_linear(x_SBI: Tensor, weight_SOI: Tensor, workspace: Workspace | None = None) -> Tensor:
+    """``x @ weight.T`` for every S, (S, B, O); `x` may be a transposed view and is not copied.
+
+    The gradient of `x` lies in the workspace, until the next gradient there.
+    """
+    y_SBO: Tensor = _StackedLinear.apply(x_SBI, weight_SOI, workspace or Workspace())
     return y_SBO
 
 
@@ -36,15 +41,20 @@ def stacked_norm(x_SBO: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
 
 class _StackedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_SBI: Tensor, weight_SOI: Tensor) -> Tensor:
+    def forward(ctx: Any, x_SBI: Tensor, weight_SOI: Tensor, workspace: Workspace) -> Tensor:
         ctx.save_for_backward(x_SBI, weight_SOI)
+        ctx.workspace = workspace
         return torch.bmm(x_SBI, weight_SOI.transpose(1, 2))
 
     @staticmethod
-    def backward(ctx: Any, grad_SBO: Tensor) -> tuple[Tensor | None, Tensor]:
+    def backward(ctx: Any, grad_SBO: Tensor) -> tuple[Tensor | None, Tensor, None]:
         x_SBI, weight_SOI = ctx.saved_tensors
-        grad_x = torch.bmm(grad_SBO, weight_SOI) if ctx.needs_input_grad[0] else None
-        return grad_x, torch.bmm(grad_SBO.transpose(1, 2), x_SBI)
+        grad_weight = torch.bmm(grad_SBO.transpose(1, 2), x_SBI)
+        if not ctx.needs_input_grad[0]:
+            return None, grad_weight, None
+        grad_x = ctx.workspace.empty("gradient", x_SBI.shape, grad_SBO)
+        torch.bmm(grad_SBO, weight_SOI, out=grad_x)
+        return grad_x, grad_weight, None
 
 
 class _StackedNorm(torch.autograd.Function):

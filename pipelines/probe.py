@@ -10,6 +10,7 @@ from typing import Any
 
 from epcache.convergence import Convergence, best_convergence
 from epcache.errors import ConfigError
+from epcache.importing import import_head
 from epcache.poolers import pooler_options
 from epcache.probing import ProbeConfig, fit_probes
 from epcache.published import save_published
@@ -87,6 +88,23 @@ def probe(request: ProbeRequest, observer: Observer) -> ProbeStudy:
         rows=rows,
         rows_path=results_dir() / ROWS,
         exported=request.export,
+    )
+
+
+def score_head(request: ProbeRequest, head: Path) -> ProbeStudy:
+    """Score a published EP head as the request's first config reads tokens; nothing is trained."""
+    store, config = open_store(request.store), request.configs[0]
+    row = import_head(
+        store,
+        head,
+        layer=config.layer,
+        tokens=config.tokens,
+        norm=config.norm,
+        device=request.device,
+        precision=request.precision,
+    )
+    return ProbeStudy(
+        store=store.path, digest=store.digest, rows=[row], rows_path=results_dir() / ROWS
     )
 
 

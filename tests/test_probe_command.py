@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -13,7 +14,8 @@ from extractkit import run, run_json
 from probekit import learnable_store
 
 from epcache.published import load_published
-from epcache.results import read_rows
+from epcache.report.collect import collect
+from epcache.results import read_rows, results_dir
 from epcache.runs import load_probe
 
 QUICK = ("--epochs", "4", "--batch-size", "10")
@@ -82,6 +84,20 @@ def test_a_probe_can_be_exported(capsys, store, tmp_path):
     torch.testing.assert_close(load_published(path)(tokens), ours(tokens))
 
 
+def test_an_exported_head_can_be_imported(capsys, store, tmp_path):
+    """It becomes a run with the score that it had; the page knows the command for it."""
+    path = tmp_path / "head.pth"
+    trained = probe_json(capsys, store, "--M", "4", "--lr", "0.01", "--export", path)["best"]
+    run("probe", store, "--import", path, "--json")
+    (row,) = json.loads(capsys.readouterr().out)["results"]
+    assert row["test_top1_last"] == pytest.approx(trained["test_top1"])
+    assert row["recipe"] == "imported"
+    (entry,) = (e for e in collect(results_dir()).entries if e.row.run == row["run"])
+    assert f"--import {path}" in entry.command
+    run(*shlex.split(entry.command)[1:])
+    assert row["run"] in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
@@ -96,6 +112,8 @@ def test_a_probe_can_be_exported(capsys, store, tmp_path):
         (("--optimizer", "sgd"), 1, "give learning rates with the optimizer"),
         (("--pooler", "gap", "--export", "x"), 1, "add --pooler ep"),
         (("--recipe", "paper"), 1, "take recipe small"),
+        (("--import", "x", "--lr", "1"), 2, "leave out --lr"),
+        (("--import", "missing.pth"), 1, "missing.pth does not exist"),
     ],
 )
 def test_mistakes_are_one_line(capsys, store, arguments, code, message):

@@ -40,6 +40,8 @@ def command_of(row: Row, config: Mapping[str, Any] | None, store: Store | None) 
         asked = dict((config or {})["probe"])
     except (KeyError, TypeError, ValueError):
         return shlex.join(["epcache", "probe", path, *_guessed_options(row)]) + UNSURE
+    if isinstance(config, Mapping) and "imported" in config:
+        return shlex.join(["epcache", "probe", path, *_import_options(row, config)])
     if asked.get("options") or not _warmup_is_usual(row, asked):
         return _python(path, asked, row)
     num_views = None if store is None else _train_views(store)
@@ -77,6 +79,12 @@ def _probe_options(row: Row, asked: Mapping[str, Any], num_views: int | None) ->
     if asked["holdout"] != 0.1:
         options += ["--holdout", f"{asked['holdout']!r}"]
     return [*options, "--precision", row.precision]
+
+
+def _import_options(row: Row, config: Mapping[str, Any]) -> list[str]:
+    """Of a published head that was scored."""
+    options = ["--import", str(config["imported"]["file"]), "--layer", str(row.layer)]
+    return [*options, "--norm", row.norm, "--tokens", row.tokens, "--precision", row.precision]
 
 
 def _usual(row: Row, asked: Mapping[str, Any]) -> Mapping[str, Any]:
