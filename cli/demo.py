@@ -6,7 +6,15 @@ from pathlib import Path
 
 import typer
 
-from epcache.cli import render, render_features, render_probe, render_store
+from epcache.cli import (
+    render,
+    render_attention,
+    render_features,
+    render_probe,
+    render_report,
+    render_store,
+    render_studies,
+)
 from epcache.cli.options import Json, print_json
 
 
@@ -22,12 +30,23 @@ def demo(json: Json = False) -> None:
     neighbours = pipeline.neighbours(store, render.note)
     with render_probe.ProbeView() as probe_view:
         probes = pipeline.probes(store, probe_view)
-    if json:
-        studies = {"knn": neighbours.to_json(), "probe": probes.to_json()}
-        print_json({"extract": extracted, **studies})
-    else:
+    if not json:
         render_features.knn(neighbours)
         render_probe.probed(probes)
+    with render_probe.ProbeView() as probe_view:
+        layers = pipeline.layers(store, probe_view)
+    with render_attention.AttentionView() as attention_view:
+        attention = pipeline.attention(store, probes, attention_view)
+    with render_report.ReportView() as report_view:
+        report = pipeline.report(report_view.say)
+    if json:
+        studies = {"knn": neighbours, "probe": probes, "layerwise": layers, "attention": attention}
+        found = {name: study.to_json() for name, study in studies.items()}
+        print_json({"extract": extracted, **found, "report": report.to_json()})
+    else:
+        render_studies.layerwise(layers, pipeline.layer_curves)
+        render_attention.attended(attention)
+        render_report.reported(report)
 
 
 def register(app: typer.Typer) -> None:

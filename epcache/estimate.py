@@ -183,6 +183,10 @@ class MadeUp:
         """Of one batch; the first has costs of its own."""
         return min(after - before for before, after in itertools.pairwise(self._marks[1:]))
 
+    def __len__(self) -> int:
+        """Number of rows."""
+        return STEPS * len(self._batch[1])
+
     def num_steps(self, *, drop_last: bool) -> int:
         """Batches an epoch."""
         return STEPS

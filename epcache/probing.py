@@ -69,9 +69,9 @@ class ProbeConfig:
     optimizer: str | None = None
     """One of lars, sgd, adamw; None is the recipe's."""
     lr: float | None = None
-    """At the peak of the schedule; None tries those of the recipe."""
+    """At the peak of the schedule; None tries those of the recipe, with each of its decays."""
     weight_decay: float | None = None
-    """None is the recipe's."""
+    """None is the recipe's; with a rate of one's own, its first."""
     seed: int = 0
     """Of the initial values alone; the data order has ``order_seed``."""
 

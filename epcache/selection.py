@@ -85,7 +85,8 @@ class GroupFit:
     def _val_top1(self, trial: Trial) -> float | None:
         entry = self.ledger[trial.run]
         if entry.select is not None:
-            return None if entry.select.problem else max(entry.select.top1)
+            chosen = entry.select.best_epoch
+            return None if entry.select.problem or chosen is None else entry.select.top1[chosen]
         return entry.row.val_top1 if entry.row else None
 
     def _winners(self) -> list[Trial]:
@@ -161,6 +162,7 @@ class GroupFit:
             self.plan.schedule,
             checkpoint=checkpoint,
             keep_epochs=[e for e in chosen if e is not None] if phase == "refit" else None,
+            steady=phase == "select",
         )
         where = "in memory" if learning.resident else "streamed"
         what = f"{phase} {count(len(trials), 'probe')} on {len(train):,} images ({where})"

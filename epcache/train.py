@@ -6,6 +6,7 @@ Sees streams of (tokens, labels) and a bank; knows nothing of stores, files of r
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -24,6 +25,9 @@ Batches = Iterator[tuple[Tensor, Tensor]]
 
 class Stream(Protocol):
     """Where batches of (tokens (B, N, D), labels (B,)) come from."""
+
+    def __len__(self) -> int:
+        """Number of rows."""
 
     def epoch(self, epoch: int, *, drop_last: bool) -> Batches:
         """Training batches of an epoch."""
@@ -44,7 +48,7 @@ class Schedule:
     drop_last: bool = True
     label_smoothing: float = 0.0
     patience: int | None = None
-    """Freeze a probe after so many epochs below its best accuracy; None never does."""
+    """Freeze a probe after so many epochs without a better one; None never does."""
 
 
 @dataclass(kw_only=True)
@@ -57,8 +61,8 @@ class Outcome:
     """After each epoch, on the rows it is judged by; a fraction."""
     top5: list[float] = field(default_factory=list)
     best_epoch: int | None = None
-    """From 0; the last of the best epochs on the rows it is judged by. Few rows tie often, and of
-    equals the later was trained at the lower rate, so its number is the steadier one."""
+    """From 0, on the rows it is judged by: the first of the best epochs, or, where an epoch is
+    chosen for another training, the last that no standard error parts from the best."""
     problem: str | None = None
     """Why it was dropped: None for a probe that trained to the end."""
     best_state: State = field(default_factory=dict)
@@ -76,6 +80,9 @@ class Fit:
         schedule: Epochs and the like.
         checkpoint: File to go on from and to write after every epoch; None keeps none.
         keep_epochs: For each trainee the epoch whose state is kept; None keeps its best.
+        steady: Take the last epoch within one standard error of the best instead of the best. The
+            accuracy of few rows jumps from epoch to epoch while the rate is high, and the highest
+            jump says little about the next training; with many rows the two are the same.
     """
 
     def __init__(
@@ -87,9 +94,10 @@ class Fit:
         *,
         checkpoint: Path | None = None,
         keep_epochs: Sequence[int] | None = None,
+        steady: bool = False,
     ) -> None:
         self.bank, self.train, self.judge, self.schedule = bank, train, judge, schedule
-        self.keep_epochs = keep_epochs
+        self.keep_epochs, self.steady = keep_epochs, steady
         self.outcomes = [Outcome() for _ in bank.trainees]
         self.checkpoint = checkpoint
         self.epoch = 0
@@ -148,8 +156,8 @@ class Fit:
         return torch.tensor([not self._is_frozen(i) for i in stack.members])
 
     def _is_frozen(self, member: int) -> bool:
-        best, patience = self.outcomes[member].best_epoch, self.schedule.patience
-        return best is not None and patience is not None and self.epoch - best > patience
+        top1, patience = self.outcomes[member].top1, self.schedule.patience
+        return bool(top1) and patience is not None and self.epoch - top1.index(max(top1)) > patience
 
     def _drop_diverged(self) -> None:
         """A probe whose loss or values are not finite leaves the bank; the others never notice."""
@@ -178,14 +186,21 @@ class Fit:
                 outcome = self.outcomes[member]
                 outcome.top1.append(top1[member])
                 outcome.top5.append(top5[member])
-                best = outcome.best_epoch
-                better = best is None or top1[member] >= outcome.top1[best]
+                better = self._is_better(outcome.top1)
                 if better:
                     outcome.best_epoch = self.epoch
                 if better if self.keep_epochs is None else self.epoch == self.keep_epochs[member]:
                     outcome.best_state = stack.state(row)
                 if self.epoch + 1 == self.schedule.epochs:
                     outcome.last_state = stack.state(row)
+
+    def _is_better(self, top1: Sequence[float]) -> bool:
+        """Whether the last of these accuracies takes the place of what was chosen before."""
+        *earlier, last = top1
+        best = max(earlier, default=-1.0)
+        if not self.steady or last > best:
+            return last > best
+        return last >= best - standard_error(best, len(self.judge))
 
     def _save(self) -> None:
         """Everything a later run needs to go on exactly; tensors and JSON, nothing pickled."""
@@ -264,7 +279,13 @@ class Fit:
 
     def _key(self) -> str:
         trainees = [{**asdict(t), "options": dict(t.options)} for t in self.bank.trainees]
-        return json.dumps([trainees, asdict(self.schedule), self.keep_epochs], sort_keys=True)
+        how = [asdict(self.schedule), self.keep_epochs, self.steady]
+        return json.dumps([trainees, how], sort_keys=True)
+
+
+def standard_error(accuracy: float, num_rows: int) -> float:
+    """Of an accuracy measured on so many rows."""
+    return math.sqrt(max(0.0, accuracy * (1 - accuracy)) / num_rows)
 
 
 @torch.no_grad()

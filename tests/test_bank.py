@@ -34,6 +34,9 @@ class ListStream:
     def __init__(self, tokens, labels, batch_size):
         self.tokens, self.labels, self.batch_size = tokens, labels, batch_size
 
+    def __len__(self):
+        return len(self.tokens)
+
     def num_steps(self, *, drop_last):
         return len(self.tokens) // self.batch_size if drop_last else len(list(self.in_order()))
 
@@ -358,3 +361,19 @@ def test_the_fast_path_reproduces_the_published_recipe(name):
             place = place if place.startswith(("norm.", "head.")) else f"pooler.{place}"
             ours = stack.state(1)[place].numpy()
             assert np.abs(ours - golden[key]).max() <= 1e-4 * np.abs(golden[key]).max(), place
+
+
+@given(
+    counts=st.lists(st.integers(0, 30), min_size=1, max_size=12),
+    steady=st.booleans(),
+)
+def test_the_chosen_epoch_is_what_the_whole_curve_says(counts, steady):
+    """Epoch by epoch: the first best one, or the last within a standard error of the best."""
+    stream = ListStream(*data(30), batch_size=10)
+    fit = Fit(bank_of(Trainee(pooler="gap")), stream, stream, Schedule(epochs=12), steady=steady)
+    top1 = [count / 30 for count in counts]
+    found = [epoch for epoch in range(len(top1)) if fit._is_better(top1[: epoch + 1])][-1]
+    best = max(top1)
+    slack = (best * (1 - best) / 30) ** 0.5 if steady else 0.0
+    near = [epoch for epoch, value in enumerate(top1) if value >= best - slack]
+    assert found == (near[-1] if steady else near[0])

@@ -15,7 +15,7 @@ from epcache.recipes import (
     OPTIMIZER_NAMES,
     RECIPES,
     SMALL_LEARNING_RATES,
-    SMALL_WEIGHT_DECAY,
+    SMALL_WEIGHT_DECAYS,
     Recipe,
     find_recipe,
     resolve,
@@ -50,13 +50,13 @@ def test_published_rate_follows_the_batch_and_a_given_one_does_not():
 
 
 def test_small_recipe_on_cub():
-    """Some twenty steps an epoch, all rates in one pass, none scaled, one decay."""
+    """Some twenty steps an epoch, all rates in one pass, none scaled, two decays."""
     recipe = resolve("small", CUB_ROWS)
     assert recipe.steps_per_epoch == 24
     assert recipe.batch_size == 249
-    assert recipe.weight_decays == (SMALL_WEIGHT_DECAY,)
+    assert recipe.weight_decays == SMALL_WEIGHT_DECAYS
     assert recipe.lrs == SMALL_LEARNING_RATES
-    assert [lr for lr, _ in recipe.grid] == list(SMALL_LEARNING_RATES)
+    assert {lr for lr, _ in recipe.grid} == set(SMALL_LEARNING_RATES)
 
 
 @given(num_rows=st.integers(2, 3_000_000))
