@@ -82,6 +82,7 @@ class Backbone:
         self._origin, self._model = origin, model
         self.layer_shapes = layer_shapes
         self.num_layers = len(self.layer_shapes)
+        self.has_cls = has_cls(model)
         self.final_norm = find_final_norm(model, layer_shapes[self.num_layers - 1].dim)
         default = "none" if self.final_norm is None else "final"
         self.norm_policy = origin.norm_policy or default
@@ -273,3 +274,14 @@ def _random_seed(weights: str | Path | None) -> int | None:
     if int(seed) >= 2**63:
         raise ConfigError(f"weights {weights!r}: SEED must be below 2**63")
     return int(seed)
+
+
+def has_cls(model: nn.Module) -> bool:
+    """Whether the first prefix token, where there are any, is [CLS] and no register.
+
+    timm's networks say so; one of the user's own may, as ``has_class_token``.
+    """
+    said: bool | None = getattr(model, "has_class_token", None)
+    if said is not None:
+        return bool(said)
+    return getattr(model, "cls_token", True) is not None

@@ -153,6 +153,7 @@ class ExtractPlan:
                 "weights_digest": backbone.weights_digest,
                 "norm_policy": backbone.norm_policy,
                 "num_layers": backbone.num_layers,
+                "has_cls": backbone.has_cls,
             },
             "dataset": {
                 "name": self.manifest.name,

@@ -97,15 +97,10 @@ def check_pooler(store: Store, layer: int, pooler: str) -> None:
             f"pooler {pooler!r}: expected one of {', '.join(POOLED)}; poolers with parameters are "
             f"trained by epcache probe"
         )
-    if pooler == "cls" and not has_cls(store, layer):
+    if pooler == "cls" and not store.has_cls(layer):
         raise ConfigError(
             f"pooler cls: layer {layer} of store {store.path} has no [CLS] token; use gap"
         )
-
-
-def has_cls(store: Store, layer: int) -> bool:
-    """Whether the layer holds a [CLS] token."""
-    return store.spec.layers[store.resolve_layer(layer)].num_prefix > 0
 
 
 def choose_norm(store: Store, norm: str) -> tuple[str, FinalNorm | None]:

@@ -97,7 +97,7 @@ class TokenSource:
         """Refuse tokens that the store does not have."""
         if self.tokens not in TOKEN_KINDS:
             raise ConfigError(f"tokens {self.tokens!r}: expected one of {', '.join(TOKEN_KINDS)}")
-        if self.tokens != "patch" and self.split.layer(self.layer).prefix is None:
+        if self.tokens != "patch" and not self.split.store.has_cls(self.layer):
             raise ConfigError(
                 f"tokens {self.tokens!r}: store {self.split.store.path} has no [CLS] token; "
                 f"use patch tokens"

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from epcache.errors import ConfigError
-from epcache.pooled import POOLED, has_cls
+from epcache.pooled import POOLED
 from epcache.poolers import POOLERS, pooler_options
 from epcache.probing import ProbeConfig
 from epcache.store.reader import Store
@@ -254,7 +254,7 @@ def _job(
     """One combination; None where a value does not exist for the pooler or the method."""
     asked = dict(one)
     method, pooler = asked.pop("method"), asked.pop("pooler")
-    if pooler == "cls" and not has_cls(store, asked.get("layer", -1)):
+    if pooler == "cls" and not store.has_cls(asked.get("layer", -1)):
         return None
     if method != "probe":
         if pooler not in POOLED:

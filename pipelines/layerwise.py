@@ -13,7 +13,6 @@ from epcache.pipelines.probe import make_configs
 from epcache.pipelines.study import Once, Running, StoreStudy, StudyResult, about, open_stores
 from epcache.pipelines.study import finish as finish_study
 from epcache.pipelines.study import train as train_probes
-from epcache.pooled import has_cls
 from epcache.probing import ProbeConfig
 from epcache.results import Row, best_row
 from epcache.store.reader import Store
@@ -132,7 +131,7 @@ def layer_configs(store: Store, request: LayerwiseRequest, observer: Observer) -
     configs = []
     for layer, number in places:
         averaged_layers(store, layer, number)  # an average that was asked for may not be there
-        poolers = [p for p in request.poolers if p != "cls" or has_cls(store, layer)]
+        poolers = [p for p in request.poolers if p != "cls" or store.has_cls(layer)]
         if len(poolers) < len(request.poolers):
             observer.message(f"{store.path} has no [CLS] token: cls is left out")
         if poolers:

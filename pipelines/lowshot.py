@@ -18,7 +18,7 @@ from epcache.pipelines.readout import FeatureCache
 from epcache.pipelines.study import Once, Running, StoreStudy, StudyResult, about, open_stores
 from epcache.pipelines.study import finish as finish_study
 from epcache.pipelines.study import train as train_probes
-from epcache.pooled import POOLED, has_cls
+from epcache.pooled import POOLED
 from epcache.probing import ProbeConfig
 from epcache.results import Row, best_row, results_dir
 from epcache.store.files import write_durably
@@ -163,7 +163,7 @@ def shot_configs(
     A batch size that was asked for is an upper limit: one shot has no more than its images.
     """
     poolers = list(request.poolers)
-    if "cls" in poolers and not has_cls(store, request.shared.get("layer", -1)):
+    if "cls" in poolers and not store.has_cls(request.shared.get("layer", -1)):
         observer.message(f"{store.path} has no [CLS] token: cls is left out")
         poolers.remove("cls")
     if not poolers:
@@ -193,7 +193,7 @@ def classical(
 ) -> list[Row]:
     """kNN, ridge and logistic regression on the same subsets."""
     poolers = [pooler for pooler in request.poolers if pooler in POOLED]
-    poolers = [p for p in poolers if p != "cls" or has_cls(store, request.shared.get("layer", -1))]
+    poolers = [p for p in poolers if p != "cls" or store.has_cls(request.shared.get("layer", -1))]
     shared: dict[str, Any] = {
         "store": store.path,
         "poolers": poolers or ["gap"],

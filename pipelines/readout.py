@@ -14,7 +14,7 @@ from epcache.averaging import averaged_layers
 from epcache.errors import ConfigError
 from epcache.norm import FinalNorm
 from epcache.plan import resolve_device
-from epcache.pooled import POOLED, Pooled, check_pooler, choose_norm, has_cls, pool_split
+from epcache.pooled import POOLED, Pooled, check_pooler, choose_norm, pool_split
 from epcache.results import ROWS, Row, append_rows, best_row, read_rows, results_dir, run_name
 from epcache.store.reader import Store, open_store
 from epcache.subset import TrainRows, choose_rows
@@ -137,7 +137,7 @@ class Readout:
         norm_name, norm = choose_norm(store, config.norm)
         poolers = unique(config.poolers)
         if not poolers:
-            poolers = tuple(POOLED) if has_cls(store, layer) else ("gap",)
+            poolers = tuple(POOLED) if store.has_cls(layer) else ("gap",)
             if "cls" not in poolers:
                 say(f"layer {layer} of {store.path} has no [CLS] token: gap only")
         for pooler in poolers:

@@ -36,6 +36,26 @@ def bench_table(result: dict[str, Any]) -> str:
     return "\n".join([*lines, "", f"`epcache bench` on {hardware}."])
 
 
+def excerpt(demo: str) -> str:
+    """The demo's output without its progress and without probes that lost."""
+    dull = re.compile(
+        r"(select|refit|pass|epoch) \d.*"  # progress
+        r"|\d+/\d+ images.*"
+        r"|(ep|gap|cls) +(patch|cls) .* - +- +\d+ +[0-9a-f]{12} *"  # rates that were not chosen
+    )
+    return "\n".join(line.rstrip() for line in demo.splitlines() if not dull.fullmatch(line))
+
+
+def probe_table(rows: list[dict[str, Any]]) -> str:
+    """The probes and classifiers that held-out data chose, best first."""
+    lines = ["| head | parameters | test | best epoch |", "|---|---:|---:|---:|"]
+    for row in sorted(rows, key=lambda row: -row["test_top1"]):
+        params = "" if row["num_params"] is None else f"{row['num_params']:,}"
+        best = f"{row['test_top1_best']:.1%}" if row["epochs"] else ""
+        lines.append(f"| {row['head']} | {params} | {row['test_top1']:.1%} | {best} |")
+    return "\n".join(lines)
+
+
 def fill(text: str, name: str, content: str) -> str:
     """Replace what stands between ``<!-- name -->`` and ``<!-- /name -->``."""
     opening, closing = f"<!-- {name} -->", f"<!-- /{name} -->"
@@ -45,7 +65,7 @@ def fill(text: str, name: str, content: str) -> str:
 
 def render(readme: str) -> str:
     """README.md as its sources say it."""
-    demo = DEMO.read_text(encoding="utf-8").rstrip()
+    demo = excerpt(DEMO.read_text(encoding="utf-8"))
     readme = fill(readme, "demo", f"```console\n$ epcache demo\n{demo}\n```")
     return fill(readme, "bench", bench_table(json.loads(BENCH.read_text(encoding="utf-8"))))
 

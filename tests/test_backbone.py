@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from epcache.backbone import (
     Backbone,
+    has_cls,
     list_backbones,
     load_backbone,
     plan_backbone,
@@ -274,3 +276,20 @@ def test_real_dinov2() -> None:
     for layer, tokens in backbone.tokens(images, range(12)).items():
         for ours, theirs in zip((tokens.patch, tokens.prefix), expected[layer], strict=True):
             assert torch.allclose(ours, theirs, atol=1e-5 * float(theirs.abs().max()))
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, True),
+        ({"reg_tokens": 2}, True),
+        ({"class_token": False, "global_pool": "avg"}, False),
+        ({"class_token": False, "reg_tokens": 2, "global_pool": "avg"}, False),
+    ],
+)
+def test_registers_are_told_from_cls(options: dict[str, Any], expected: bool) -> None:
+    """Only a network with a class token has [CLS], whatever its prefix tokens."""
+    with torch.device("meta"):
+        model = timm.create_model("vit_tiny_patch16_224", depth=1, **options)
+    assert has_cls(model) is expected
+    assert has_cls(torch.nn.Identity()), "a network of one's own that does not say"

@@ -5,9 +5,7 @@ import torch
 
 from epcache.architectures.capi import CapiEncoder
 from epcache.architectures.timm_models import seeded
-from epcache.backbone import (
-    list_backbones,
-)
+from epcache.backbone import has_cls, list_backbones
 from epcache.norm import final_norm_from
 
 ENTRIES = {entry.alias: entry for entry in list_backbones()}
@@ -25,6 +23,7 @@ def test_capi_tokens() -> None:
         model = CapiEncoder(dim=32, depth=3, num_heads=2).eval()
     layers = model(torch.rand(2, 3, 42, 28))
     assert [(r.shape, p.shape) for r, p in layers] == [((2, 16, 32), (2, 6, 32))] * 3
+    assert not has_cls(model)
     norm = final_norm_from(model.final_norm)
     assert norm is not None
     assert (norm.kind, norm.bias) == ("rmsnorm", None)

@@ -9,9 +9,10 @@ from storekit import temporary_dir, write_store
 
 from epcache.errors import ConfigError
 from epcache.norm import FinalNorm
-from epcache.pooled import choose_norm, has_cls, pool_split
+from epcache.pooled import choose_norm, pool_split
 from epcache.poolers import make_pooler
 from epcache.store.reader import open_store
+from epcache.stream import TokenSource
 
 NORM = FinalNorm(
     kind="layernorm",
@@ -78,10 +79,20 @@ def test_progress_counts_every_byte(store):
 
 def test_a_layer_without_cls_says_so(store):
     """[CLS] of a backbone that has none is an error of one line, not some patch."""
-    assert has_cls(store, 0)
-    assert not has_cls(store, -1)
+    assert store.has_cls(0)
+    assert not store.has_cls(-1)
     with pytest.raises(ConfigError, match=r"pooler cls: layer -1 .* has no \[CLS\] token; use gap"):
         pool_split(store["train"], layer=-1, pooler="cls", norm=None)
+
+
+def test_registers_are_no_cls(store, monkeypatch):
+    """Where the backbone has registers alone, the first of them is never taken for [CLS]."""
+    monkeypatch.setitem(store.provenance, "backbone", {"name": "registered", "has_cls": False})
+    assert not store.has_cls(0)
+    with pytest.raises(ConfigError, match=r"pooler cls: .* has no \[CLS\] token; use gap"):
+        pool_split(store["train"], layer=0, pooler="cls", norm=None)
+    with pytest.raises(ConfigError, match="has no \\[CLS\\] token; use patch tokens"):
+        TokenSource(split=store["train"], layer=0, tokens="all", rows=np.arange(3))
 
 
 def test_poolers_with_parameters_are_refused(store):

@@ -24,6 +24,9 @@ class CapiEncoder(nn.Module):
     mean = (0.485, 0.456, 0.406)
     std = (0.229, 0.224, 0.225)
 
+    has_class_token = False
+    """All prefix tokens are registers."""
+
     def __init__(
         self, *, dim: int, depth: int, num_heads: int, patch_size: int = 14, num_registers: int = 16
     ) -> None:

@@ -87,6 +87,12 @@ class Store:
             )
         return resolved
 
+    def has_cls(self, layer: int) -> bool:
+        """Whether a layer holds a [CLS] token; registers alone are none."""
+        has_prefix = self.spec.layers[self.resolve_layer(layer)].num_prefix > 0
+        # Stores that do not say are of backbones with [CLS]
+        return has_prefix and bool(self.provenance.get("backbone", {}).get("has_cls", True))
+
     def __getitem__(self, split: str) -> SplitReader:
         """A split by name.
 
