@@ -22,6 +22,8 @@ from epcache.cli.render import (
 if TYPE_CHECKING:
     from epcache.pipelines.attention import AttentionStudy, RunStudy
 
+NEARLY_UNIFORM = 0.99
+"""Entropy from which a map says nothing."""
 SHOWN = 16
 """Queries in the table; all of them are in the file."""
 SHORT = {
@@ -116,6 +118,8 @@ def one_run(run: RunStudy) -> None:
         "drop: points of accuracy lost when the query's map is made uniform; entropy: 1 is "
         "uniform; centroid: x, y from the top left; apart: total variation distance to other maps"
     )
+    if min(query.entropy for query in queries) > NEARLY_UNIFORM:
+        note("all maps are nearly uniform: what the pictures show is stretched noise")
     correlations(run)
 
 

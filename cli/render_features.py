@@ -26,7 +26,7 @@ def linear(study: Study) -> None:
         "method": lambda row: str(row.method),
         "l2": lambda row: f"{'C' if row.method == 'logistic' else 'alpha'} {row.l2:.3g}",
     }
-    feature_rows(study, columns, "probe")
+    feature_rows(study, columns, "layerwise")
 
 
 def feature_rows(study: Study, columns: Mapping[str, Callable[[Row], str]], command: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from epcache.cli.render import (
     duration,
     next_step,
     note,
+    number_of,
     percent,
     screen,
     stream_is_terminal,
@@ -38,10 +38,16 @@ class ProbeView(LiveView):
 
     _first: int | None = None
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._said: set[str] = set()
+
     def start(self, what: str, epochs: int) -> None:
         """A pass begins."""
         self.__exit__()
-        self.message(what)
+        if what not in self._said:  # the passes of a study differ in their title alone
+            self.message(what)
+            self._said.add(what)
         self._started = self._shown = time.monotonic()
         self._first = None
         if self._terminal:
@@ -81,9 +87,9 @@ def probed(study: ProbeStudy) -> None:
         note(text)
     if study.exported is not None:
         note(f"wrote {study.exported} in the layout of published heads")
+    number = number_of(len(study.rows), "row")
     next_step(
-        f"{len(study.rows)} rows in {study.rows_path}; store {study.store}",
-        f"epcache knn {shlex.quote(str(study.store))}",
+        f"{number} of this command in {study.rows_path}; store {study.store}", "epcache report"
     )
 
 
@@ -200,6 +206,8 @@ def converged(found: Sequence[Convergence]) -> list[str]:
 
 def explanation(rows: Sequence[Row]) -> str:
     """What the columns mean."""
+    if all(row.recipe == "imported" for row in rows):
+        return "accuracies in %; best: of the head as it came, which was not trained here"
     if all(row.val_top1 is None for row in rows):
         return (
             "accuracies in %; nothing was held out, so the epoch was chosen on the evaluation set"

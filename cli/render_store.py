@@ -228,6 +228,12 @@ def verified(path: Path, found: Verification) -> None:
         )
         return
     table(["file", "problem"], [(p.file, p.problem) for p in found.problems])
+    if all(problem.problem.startswith("not sealed") for problem in found.problems):
+        error(
+            f"{path} is not finished; what is committed is whole ({found.shards_checked} shards). "
+            f"Run the extraction's command again (epcache info shows it)"
+        )
+        return
     error(
         f"{path}: {len(found.problems)} problems in {found.shards_checked} shards and the small "
         f"files. Restore these files from a copy; or delete the shards among them and run the "

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from rich.markup import escape
 from rich.table import Table
 
-from epcache.cli.render import duration, facts, next_step, note, percent, screen, table
+from epcache.cli.render import duration, facts, next_step, note, number_of, percent, screen, table
 from epcache.cli.render_probe import converged, result_table
 from epcache.store.files import format_bytes
 
@@ -196,6 +196,8 @@ def ranking(found: Ranking) -> None:
         ],
         right=",".join(protocols),
     )
+    for protocol, how in found.trained.items():
+        note(f"{protocol}: {how}, last layer")
     for flip in found.flips:
         first, second = flip.backbones
         note(f"flip: {first} is better by {flip.protocols[0]}, {second} by {flip.protocols[1]}")
@@ -208,8 +210,8 @@ def finish(study: StudyResult, command: str, more: str = "") -> None:
     for each in study.rankings:
         ranking(each)
     failed(study.failures)
-    number = sum(len(each.rows) for each in study.stores)
-    next_step(f"{number} rows in {study.rows_path}{more}", command)
+    number = number_of(sum(len(each.rows) for each in study.stores), "row")
+    next_step(f"{number} of this command in {study.rows_path}{more}", command)
 
 
 def failed(failures: Sequence[Failure]) -> None:

@@ -46,6 +46,11 @@ __all__ = [
 ]
 
 
+def __dir__() -> list[str]:
+    """The public names, which completion would not find otherwise."""
+    return [*__all__, "__version__"]
+
+
 def __getattr__(name: str) -> Any:
     """Import a public name when it is first used, so that ``import epcache`` needs no torch."""
     if name not in _HOMES:

@@ -85,11 +85,13 @@ class FinalNorm:
 
     @classmethod
     def load(cls, path: Path) -> FinalNorm:
-        """Read what :meth:`save` wrote.
+        """Read what :meth:`save` wrote: a file, or the one in a store's folder.
 
         Raises:
             WeightsError: If the file is missing or is none of ours.
         """
+        if path.is_dir():
+            path = path / "final_norm.safetensors"
         try:
             with safe_open(path, framework="pt") as file:
                 metadata = file.metadata() or {}

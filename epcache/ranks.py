@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from epcache.results import Row, best_row
@@ -41,6 +41,8 @@ class Ranking:
     ranks: Mapping[str, Mapping[str, int]]
     """Protocol to backbone to rank, 1 the best; equal accuracies share the better rank."""
     flips: Sequence[Flip]
+    trained: Mapping[str, str] = field(default_factory=dict)
+    """How the probes of a protocol were trained: the same for every backbone."""
 
     @property
     def backbones(self) -> tuple[str, ...]:
@@ -73,10 +75,11 @@ def rank_backbones(rows: Sequence[Row]) -> list[Ranking]:
         groups.setdefault(key, []).append(row)
     found = []
     for (dataset, shots, share), group in sorted(groups.items()):
+        alike = {protocol: comparable(_of_protocol(group, protocol)) for protocol in PROTOCOLS}
         accuracies = {
             protocol: scores
-            for protocol in PROTOCOLS
-            if len(scores := _scores(_of_protocol(group, protocol))) > 1
+            for protocol, those in alike.items()
+            if len(scores := _scores(those)) > 1
         }
         if accuracies:
             ranks = {protocol: ranked(scores) for protocol, scores in accuracies.items()}
@@ -88,9 +91,34 @@ def rank_backbones(rows: Sequence[Row]) -> list[Ranking]:
                     accuracies=accuracies,
                     ranks=ranks,
                     flips=flips(accuracies),
+                    trained={p: told for p in accuracies if (told := trained(alike[p]))},
                 )
             )
     return found
+
+
+def comparable(rows: Sequence[Row]) -> list[Row]:
+    """Rows trained alike, in the way that most backbones were; of equals the longer training.
+
+    Otherwise a rank would say whose probe was trained more.
+    """
+    ways: dict[tuple[object, ...], list[Row]] = {}
+    for row in rows:
+        ways.setdefault((row.num_queries, *row.training), []).append(row)
+    return max(
+        ways.values(),
+        key=lambda those: (len({row.digest for row in those}), those[0].epochs or 0),
+        default=[],
+    )
+
+
+def trained(rows: Sequence[Row]) -> str:
+    """``M=32, recipe small, 30 epochs``; empty where nothing is trained by epochs."""
+    first = rows[0]
+    if first.epochs is None:
+        return ""
+    queries = "" if first.num_queries is None else f"M={first.num_queries}, "
+    return f"{queries}recipe {first.recipe}, {first.epochs} epochs"
 
 
 def ranked(scores: Mapping[str, float]) -> dict[str, int]:

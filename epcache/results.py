@@ -96,6 +96,11 @@ class Row:
                     del data[name]
         return data
 
+    @property
+    def training(self) -> tuple[str | None, str | None, int | None]:
+        """Recipe, optimizer and epochs: rows that differ in it are no points of one curve."""
+        return self.recipe, self.optimizer, self.epochs
+
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Row:
         """Inverse of ``to_json``; fields of a newer version are left out."""

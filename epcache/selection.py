@@ -165,8 +165,9 @@ class GroupFit:
             steady=phase == "select",
         )
         where = "in memory" if learning.resident else "streamed"
-        what = f"{phase} {count(len(trials), 'probe')} on {len(train):,} images ({where})"
-        self.observer.start(what, self.plan.schedule.epochs)
+        poolers = ", ".join(dict.fromkeys(trial.config.pooler for trial in trials))
+        what = f"{phase} {count(len(trials), 'probe')} ({poolers}) on {len(train):,} images"
+        self.observer.start(f"{what}, {where}", self.plan.schedule.epochs)
         if checkpoint.exists():
             self.observer.message(f"{phase} goes on from its last epoch")
         return fit.run(lambda state: self.observer.epoch(report(state)))

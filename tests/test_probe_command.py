@@ -69,7 +69,7 @@ def test_a_second_run_only_reads(capsys, store):
     first = probe_json(capsys, *arguments)
     assert probe_json(capsys, *arguments) == first
     run("probe", *arguments, *QUICK, "--again")
-    assert "refit 1 probe on 60 images" in capsys.readouterr().err
+    assert "refit 1 probe (ep) on 60 images" in capsys.readouterr().err
 
 
 def test_a_probe_can_be_exported(capsys, store, tmp_path):

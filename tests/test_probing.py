@@ -274,7 +274,7 @@ def test_finished_rows_are_not_trained_again(store, tmp_path):
     recorder = Recorder()
     both = fit_probes(store, [ep(lr=0.01), ep(lr=1e-5)], results_dir=tmp_path, progress=recorder)
     assert both[0] == first[0]
-    assert recorder.phases == ["select 1 probe on 54 images (in memory)"]
+    assert recorder.phases == ["select 1 probe (ep) on 54 images, in memory"]
     recorder = Recorder()
     redone = fit_probes(store, [ep(lr=0.01)], results_dir=tmp_path, progress=recorder, again=True)
     assert numbers(redone) == numbers(first)

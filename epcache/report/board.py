@@ -18,14 +18,15 @@ COLUMNS = (
     ("test", True, "Test", "chosen on held-out"),
     ("best", True, "Best epoch", "as published tables"),
     ("val", True, "Held-out", ""),
-    ("backbone", False, "Backbone", ""),
-    ("dataset", False, "Data set", ""),
     ("layer", True, "Layer", ""),
     ("train", True, "Train", ""),
     ("params", True, "Params", ""),
     ("macs", True, "MACs", "an image"),
+    ("epochs", True, "Epochs", ""),
     ("lr", True, "lr", ""),
     ("seed", True, "Seed", ""),
+    ("backbone", False, "Backbone", ""),
+    ("dataset", False, "Data set", ""),
     ("run", False, "Run", "its command"),
 )
 """Name, whether it sorts as a number, label, and a small line below."""
@@ -123,16 +124,17 @@ def _row(entry: Entry, anchors: dict[str, str], *, is_best: bool) -> str:
     cells = [
         f"<td>{escape(short(head_text(entry), 48))}</td>",
         _percent(entry.score, "n main", mark),
-        _percent(row.test_top1_best),
+        _percent(row.test_top1_best if row.epochs else None),
         _percent(row.val_top1),
-        f"<td>{escape(short(row.backbone, 40))}</td>",
-        f"<td>{escape(short(row.dataset, 40))}</td>",
         _number(row.layer, layer_text(row)),
         _number(row.train_images, train_text(row)),
         _number(row.num_params, None if row.num_params is None else f"{row.num_params:,}"),
         _number(entry.macs, None if entry.macs is None else number(entry.macs)),
+        _number(row.epochs, None if row.epochs is None else str(row.epochs)),
         _number(row.lr, None if row.lr is None else f"{row.lr:g}"),
         _number(row.seed, None if row.seed is None else str(row.seed)),
+        f"<td>{escape(short(row.backbone, 40))}</td>",
+        f"<td>{escape(short(row.dataset, 40))}</td>",
         f"<td><code>{link}</code></td>",
     ]
     data = _data(row.backbone, row.dataset, row.pooler, train_text(row))
@@ -148,8 +150,8 @@ def _published_row(each: Beside) -> str:
         _percent(None),
         _percent(theirs.top1),
         _percent(None),
+        *[_number(None, None)] * 7,
         f"<td>{escape(theirs.backbone)}</td><td>{escape(theirs.dataset)}</td>",
-        *[_number(None, None)] * 6,
         f"<td>{escape(theirs.protocol + note)}</td>",
     ]
     return (

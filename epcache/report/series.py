@@ -97,7 +97,9 @@ def cost_points(results: Results, task: Task, cost: Callable[[Entry], int | None
 
 def layer_curves(results: Results, task: Task) -> LayerCurves:
     """Heads that were probed at two layers or more, or on averages."""
-    entries = whole_rows(results, task)
+    entries = trained_alike(
+        whole_rows(results, task), lambda entry: entry.row.layer + 1000 * averaged(entry.row)
+    )
     single = [entry for entry in entries if averaged(entry.row) == 1]
     several = [entry for entry in entries if averaged(entry.row) > 1]
     curves = _curves(single, lambda entry: float(entry.row.layer))
@@ -114,12 +116,13 @@ def shot_curves(results: Results, task: Task) -> ShotCurves:
     if not parts:
         return ShotCurves(shots={}, shares={})
     place = most_common((entry.row.layer, averaged(entry.row)) for entry in parts)
-    here = [entry for entry in entries if (entry.row.layer, averaged(entry.row)) == place]
-    heads = {entry.head for entry in here if not entry.is_whole}
 
     def images(entry: Entry) -> float:
         return float(entry.row.train_images)
 
+    here = [entry for entry in entries if (entry.row.layer, averaged(entry.row)) == place]
+    here = trained_alike(here, images)
+    heads = {entry.head for entry in here if not entry.is_whole}
     return ShotCurves(
         shots=_curves([e for e in here if e.row.shots is not None], images),
         shares=_curves([e for e in here if e.row.shots is None and e.head in heads], images),
@@ -140,8 +143,7 @@ def rate_curves(results: Results, task: Task) -> dict[str, RateCurve]:
     place = max(rates, key=lambda key: (len({(e.head, e.row.lr) for e in rates[key]}), key))
     curves = {}
     for head, found in _by(rates[place], lambda entry: entry.head).items():
-        setting = most_common((entry.row.optimizer, entry.row.epochs) for entry in found)
-        alike = [e for e in found if (e.row.optimizer, e.row.epochs) == setting]
+        alike = trained_alike(found, lambda entry: entry.row.lr or 0.0)
         points = [
             point
             for lr, those in sorted(_by(alike, lambda entry: entry.row.lr).items())
@@ -217,6 +219,18 @@ def most_common(values: Iterable[K]) -> K:
     for value in values:
         counts[value] = counts.get(value, 0) + 1
     return max(counts, key=lambda value: counts[value])
+
+
+def trained_alike(entries: Sequence[Entry], x: Callable[[Entry], float]) -> list[Entry]:
+    """Of each head the rows of the training that reaches most places; of equals the longer.
+
+    Points of one curve must differ in nothing but their place.
+    """
+    kept = []
+    for found in _by(entries, lambda entry: entry.head).values():
+        ways = _by(found, lambda entry: entry.row.training).values()
+        kept += max(ways, key=lambda way: (len({x(e) for e in way}), way[0].row.epochs or 0))
+    return kept
 
 
 def _curves(entries: Sequence[Entry], x: Callable[[Entry], float]) -> dict[str, list[Point]]:

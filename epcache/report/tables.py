@@ -57,6 +57,7 @@ def leaderboard(results: Results) -> Table:
         percent("val_top1", "held-out"), percent("test_top5", "top-5"),
         Column(name="num_params", label="params", kind="count"),
         Column(name="macs", label="multiply-adds", kind="count"),
+        Column(name="epochs", label="epochs", kind="count"),
         Column(name="lr", label="lr", kind="number"), Column(name="seed", label="seed"),
         Column(name="run", label="run"),
     ]  # fmt: skip
@@ -64,7 +65,7 @@ def leaderboard(results: Results) -> Table:
         [
             head_text(e), e.row.backbone, e.row.dataset, layer_text(e.row), train_text(e.row),
             e.row.test_top1, e.row.test_top1_best, e.row.val_top1, e.row.test_top5,
-            e.row.num_params, e.macs, e.row.lr, e.row.seed, e.row.run,
+            e.row.num_params, e.macs, e.row.epochs, e.row.lr, e.row.seed, e.row.run,
         ]
         for e in results.scored
     ]  # fmt: skip
@@ -214,7 +215,7 @@ def rank_table(ranks: Sequence[Ranking]) -> Table:
     """Rank and accuracy of each backbone under each protocol."""
     rows = [
         [each.dataset, _subset_text(each), backbone, protocol, by_backbone[backbone],
-         each.accuracies[protocol][backbone]]
+         each.accuracies[protocol][backbone], each.trained.get(protocol)]
         for each in ranks
         for protocol, by_backbone in each.ranks.items()
         for backbone in sorted(by_backbone, key=by_backbone.__getitem__)
@@ -223,8 +224,12 @@ def rank_table(ranks: Sequence[Ranking]) -> Table:
         Column(name="dataset", label="data set"), Column(name="subset", label="train"),
         Column(name="backbone", label="backbone"), Column(name="protocol", label="protocol"),
         Column(name="rank", label="rank", kind="count"), percent("test_top1", "test"),
+        Column(name="trained", label="probes trained with"),
     ]  # fmt: skip
-    caption = "1 is the best of the backbones that have a number."
+    caption = (
+        "1 is the best of the backbones that have a number. Last layer; linear is the better probe "
+        "of [CLS] and the mean patch token; the probes of a protocol are trained alike."
+    )
     return Table(
         name="ranks", title="Ranks of backbones", caption=caption, columns=columns, rows=rows
     )

@@ -49,6 +49,10 @@ class TokenArray:
         """Number of rows."""
         return self.spec.num_rows
 
+    def __repr__(self) -> str:
+        """``TokenArray(1297, 64, 96) float16``."""
+        return f"TokenArray{self.shape} float16"
+
     def __getitem__(self, key: Any) -> NDArray[Any]:
         """Rows by number, slice, integers or mask; further indices apply to tokens and width."""
         first, *rest = expand_ellipsis(key if isinstance(key, tuple) else (key,))
