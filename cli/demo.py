@@ -40,9 +40,14 @@ def demo(json: Json = False) -> None:
     with render_report.ReportView() as report_view:
         report = pipeline.report(report_view.say)
     if json:
-        studies = {"knn": neighbours, "probe": probes, "layerwise": layers, "attention": attention}
-        found = {name: study.to_json() for name, study in studies.items()}
-        print_json({"extract": extracted, **found, "report": report.to_json()})
+        found = {
+            "knn": neighbours.to_json(),
+            "probe": probes.to_json(),
+            "layerwise": layers.to_json(),
+            "attention": attention.to_json(),
+            "report": report.to_json(),
+        }
+        print_json({"extract": extracted, **found})
     else:
         render_studies.layerwise(layers, pipeline.layer_curves)
         render_attention.attended(attention)

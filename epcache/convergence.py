@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from epcache.results import RUNS, Row, best_row
-from epcache.runs import CURVE
+from epcache.runs import read_curve
 
 SHARE = 0.97
 """Of the final accuracy; what is left is noise of a few images on small evaluation splits."""
@@ -88,8 +87,8 @@ def epochs_to_share(curve: Sequence[float], share: float = SHARE) -> int:
 
 def scored_curve(row: Row, results_dir: Path) -> list[float]:
     """Accuracy on the evaluation split after each epoch; empty where the row was not scored."""
-    path = results_dir / RUNS / row.run / CURVE
-    if row.test_top1_best is None or not path.is_file():
+    if row.test_top1_best is None:
         return []
-    final = json.loads(path.read_text(encoding="utf-8"))["final"]
-    return list(final["test_top1"]) if final else []
+    top1 = read_curve(results_dir / RUNS / row.run).get("final", {}).get("test_top1")
+    values = top1 if isinstance(top1, list) else []
+    return values if all(isinstance(value, int | float) for value in values) else []

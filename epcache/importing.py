@@ -200,7 +200,7 @@ def _about(
     store, shape = place.store, place.store.spec.layers[place.layer]
     dataset = store.provenance["dataset"]
     return {
-        "store": str(store.path),
+        "store": str(store.path.resolve()),
         "digest": store.digest,
         "imported": imported,
         "probe": config.to_json(),

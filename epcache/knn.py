@@ -96,7 +96,7 @@ def knn_classify(
 
     Source: k-NN of the DINO and DINOv2 evaluations (k 10, 20, 100, 200; T 0.07).
     """
-    _check_grid(ks, temperatures)
+    check_grid(ks, temperatures)
     train = feature_rows(
         train_features, train_labels,
         name="train", num_classes=num_classes, device=device, chunk_rows=chunk_rows,
@@ -123,7 +123,7 @@ def knn_predict(
 
     Arguments and errors are those of `knn_classify`.
     """
-    _check_grid([k], [temperature])
+    check_grid([k], [temperature])
     train = feature_rows(
         train_features, train_labels,
         name="train", num_classes=num_classes, device=device, chunk_rows=chunk_rows,
@@ -171,7 +171,7 @@ def select_knn(
         ConfigError: If an option cannot work.
         DataError: If features and labels do not fit together.
     """
-    _check_grid(ks, temperatures)
+    check_grid(ks, temperatures)
     train = feature_rows(
         train_features, train_labels,
         name="train", num_classes=num_classes, device=device, chunk_rows=chunk_rows,
@@ -292,7 +292,12 @@ def _votes(
             yield k, scores_BC
 
 
-def _check_grid(ks: Sequence[int], temperatures: Sequence[float]) -> None:
+def check_grid(ks: Sequence[int], temperatures: Sequence[float]) -> None:
+    """Refuse values that cannot work.
+
+    Raises:
+        ConfigError: One is not a positive number, or k is not whole.
+    """
     positive_numbers("ks", ks)
     for k in ks:
         positive_integer("k", k)

@@ -26,6 +26,10 @@ from epcache.trials import GroupPlan, Machine, Trial, describe
 from epcache.watch import Observer, Silent
 
 NORMS = ("auto", "final", "none")
+MOST_SEED = 2**63 - 1
+"""What torch's generators take."""
+MOST_WIDTH = 2**20
+"""Of queries and widths: far above any use, and below what no machine could hold."""
 
 STREAM_FIELDS = (
     "layer",
@@ -113,7 +117,7 @@ class ProbeConfig:
             _at_least(name, getattr(self, name), 1)
         _at_least("batch_size", self.batch_size, 2, why="batch statistics of one image are none")
         for name in ("seed", "order_seed"):
-            _at_least(name, getattr(self, name), 0)
+            _at_least(name, getattr(self, name), 0, most=MOST_SEED)
         if not isinstance(self.layer, int):
             raise ConfigError(f"layer={self.layer!r}: expected a block index such as 11 or -1")
         for name in ("lr", "weight_decay", "warmup_epochs", "label_smoothing"):
@@ -132,7 +136,7 @@ class ProbeConfig:
         allowed = pooler_options(self.pooler)
         for name in ("num_queries", "dim_out"):
             value = getattr(self, name)
-            _at_least(name, value, 1)
+            _at_least(name, value, 1, most=MOST_WIDTH)
             if value is not None and name not in allowed:
                 raise ConfigError(f"{name}={value}: pooler {self.pooler} has none; leave it out")
             if name in self.options:
@@ -356,12 +360,16 @@ def _one_of(name: str, value: object, allowed: Sequence[str]) -> None:
         raise ConfigError(f"{name}={value!r}: expected one of {', '.join(allowed)}")
 
 
-def _at_least(name: str, value: int | None, least: int, *, why: str = "") -> None:
+def _at_least(
+    name: str, value: int | None, least: int, *, most: int | None = None, why: str = ""
+) -> None:
     if value is None:
         return
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         reason = f" ({why})" if why else ""
         raise ConfigError(f"{name}={value!r}: expected a whole number of {least} or more{reason}")
+    if most is not None and value > most:
+        raise ConfigError(f"{name}={value!r}: expected {most} at most")
 
 
 def _number(name: str, value: float | None) -> None:

@@ -86,6 +86,16 @@ def from_published(state: Mapping[str, Tensor]) -> Probe:
     return probe.eval()
 
 
+def check_target(path: Path) -> None:
+    """Refuse a place where no file can be written, before anything is trained for it.
+
+    Raises:
+        ConfigError: It is a folder, or lies in none.
+    """
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise ConfigError(f"--export {path}: expected a file in a folder that exists")
+
+
 def save_published(probe: Probe, path: Path) -> None:
     """Write an EP probe to a published-layout file, whole or not at all.
 

@@ -255,7 +255,7 @@ def resolve(
             f"recipe {base.name} has learning rates for {base.optimizer}, not for {optimizer}; "
             f"give learning rates with the optimizer"
         )
-    _check_count("training rows", num_rows, 2)
+    _check_count("training images (all, or those of --shots and --share)", num_rows, 2)
     if epochs is None:
         epochs = base.epochs
     _check_count("epochs", epochs, 1)

@@ -14,7 +14,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from epcache.errors import DataError
 from epcache.home import home_dir
@@ -104,8 +104,24 @@ class Row:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Row:
         """Inverse of ``to_json``; fields of a newer version are left out."""
-        known = {field.name for field in fields(cls)}
-        return cls(**{key: value for key, value in data.items() if key in known})
+        if not isinstance(data, Mapping):
+            raise TypeError(f"expected an object, got {data!r}")
+        kinds = {field.name: str(field.type) for field in fields(cls)}
+        kept = {key: value for key, value in data.items() if key in kinds}
+        for key, value in kept.items():
+            if not _is_of(kinds[key], value):
+                raise TypeError(f"{key} is {value!r}, expected {kinds[key]}")
+        return cls(**kept)
+
+
+def _is_of(kind: str, value: object) -> bool:
+    """Whether a JSON value is what a field's annotation says; a whole number is a float too."""
+    kinds = kind.split(" | ")
+    if value is None or isinstance(value, bool):
+        return value is None and "None" in kinds
+    if isinstance(value, int):
+        return "int" in kinds or "float" in kinds
+    return type(value).__name__ in kinds
 
 
 def results_dir() -> Path:
@@ -119,14 +135,31 @@ def run_name(identity: Mapping[str, Any]) -> str:
 
 
 def append_rows(rows: Iterable[Row], folder: Path) -> None:
-    """Append durably; two processes may append at once."""
+    """Append durably; two processes may append at once.
+
+    A torn last line, of a disk that was full or a machine that stopped, never counted: it goes
+    first, or it would take the new row with it.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     text = "".join(json.dumps(row.to_json(), allow_nan=False) + "\n" for row in rows)
     path = folder / ROWS
-    with disk_full_is_clear(path), path.open("ab", buffering=0) as file:
+    with disk_full_is_clear(path), path.open("a+b") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
+        file.truncate(_whole_bytes(file))
         file.write(text.encode())
+        file.flush()
         os.fsync(file.fileno())
+
+
+def _whole_bytes(file: BinaryIO) -> int:
+    """Length of a file up to its last newline."""
+    end = file.seek(0, os.SEEK_END)
+    tail = b""
+    while end and b"\n" not in tail:
+        start = max(0, end - 4096)
+        file.seek(start)
+        tail, end = file.read(end - start), start
+    return end + tail.rfind(b"\n") + 1
 
 
 def read_rows(folder: Path) -> list[Row]:

@@ -84,9 +84,7 @@ class RunFiles:
 
     def _curve(self) -> dict[str, Any]:
         """What an earlier run wrote."""
-        path = self.path / CURVE
-        empty = {"select": None, "final": None}
-        return {**empty, **json.loads(path.read_text())} if path.exists() else empty
+        return {"select": None, "final": None, **read_curve(self.path)}
 
     def _write_json(self, name: str, data: Mapping[str, Any]) -> None:
         self._write(name, (json.dumps(data, indent=1, allow_nan=False) + "\n").encode())
@@ -94,6 +92,16 @@ class RunFiles:
     def _write(self, name: str, data: bytes) -> None:
         write_durably(self.path / name, data, partial_dir=self.path)
         remove_partials(self.path / name)
+
+
+def read_curve(run: Path) -> dict[str, Any]:
+    """A run's curves by name, as ``curve_json`` wrote them; damaged ones are left out."""
+    try:
+        found = json.loads((run / CURVE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    curves = found if isinstance(found, dict) else {}
+    return {name: curve for name, curve in curves.items() if isinstance(curve, dict)}
 
 
 def curve_json(trained: Trained) -> dict[str, Any]:
@@ -200,7 +208,9 @@ def load_probe(
         state = safetensors.torch.load_file(path / f"{weights}.safetensors")
         probe = build_probe(config)
         probe.load_state_dict(state)
-    except (OSError, KeyError, ValueError, RuntimeError, safetensors.SafetensorError) as error:
+    except (
+        OSError, KeyError, ValueError, TypeError, RuntimeError, safetensors.SafetensorError,
+    ) as error:  # fmt: skip
         reason = str(error).strip().split("\n", 1)[0]
         raise WeightsError(
             f"run {path} is damaged ({reason}); train it anew: epcache probe --again ..."

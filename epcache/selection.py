@@ -21,7 +21,7 @@ from epcache.results import Row, append_rows, read_rows, run_name
 from epcache.runs import RunFiles, Trained
 from epcache.store.files import remove_partials
 from epcache.stream import PooledSource, Source, TokenKind, TokenSource, TokenStream
-from epcache.train import Fit, Outcome
+from epcache.train import Fit, Outcome, read_checkpoint
 from epcache.trials import GroupPlan, Machine, Trial, describe
 from epcache.watch import Observer, report
 
@@ -169,7 +169,9 @@ class GroupFit:
         what = f"{phase} {count(len(trials), 'probe')} ({poolers}) on {len(train):,} images"
         self.observer.start(f"{what}, {where}", self.plan.schedule.epochs)
         if checkpoint.exists():
-            self.observer.message(f"{phase} goes on from its last epoch")
+            goes_on = read_checkpoint(checkpoint) is not None
+            how = "goes on from its last epoch" if goes_on else "starts anew: its file is damaged"
+            self.observer.message(f"{phase} {how}")
         return fit.run(lambda state: self.observer.epoch(report(state)))
 
     def _source(

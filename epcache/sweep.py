@@ -130,7 +130,11 @@ class Sweep:
         """
         if not path.is_file():
             raise ConfigError(f"no specification {path}; write one, see epcache sweep --help")
-        return cls.parse(path.read_text(encoding="utf-8"), str(path))
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{path} is no text in UTF-8 ({error.reason})") from None
+        return cls.parse(text, str(path))
 
     def jobs(self, store: Store) -> Jobs:
         """Everything to do on one store.

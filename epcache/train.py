@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import safetensors.torch
 import torch
@@ -233,11 +233,10 @@ class Fit:
         """Go on from a checkpoint of exactly this pass; any other is ignored."""
         if self.checkpoint is None or not self.checkpoint.exists():
             return
-        with safetensors.safe_open(self.checkpoint, framework="pt") as file:
-            about = json.loads(file.metadata()["fit"])
-            if about["key"] != self._key():
-                return
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        found = read_checkpoint(self.checkpoint)
+        if found is None or found[0].get("key") != self._key():
+            return
+        about, tensors = found
         self.epoch = about["epoch"]
         self.outcomes = [Outcome(**plain) for plain in about["outcomes"]]
         for name, value in tensors.items():
@@ -281,6 +280,17 @@ class Fit:
         trainees = [{**asdict(t), "options": dict(t.options)} for t in self.bank.trainees]
         how = [asdict(self.schedule), self.keep_epochs, self.steady]
         return json.dumps([trainees, how], sort_keys=True)
+
+
+def read_checkpoint(path: Path) -> tuple[dict[str, Any], State] | None:
+    """What ``Fit`` saved; None for a file that is damaged or none of ours."""
+    try:
+        with safetensors.safe_open(path, framework="pt") as file:
+            about = json.loads((file.metadata() or {})["fit"])
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (OSError, KeyError, ValueError, safetensors.SafetensorError):
+        return None
+    return (about, tensors) if isinstance(about, dict) else None
 
 
 def standard_error(accuracy: float, num_rows: int) -> float:

@@ -188,7 +188,7 @@ class GroupPlan:
     def config_json(self, trial: Trial) -> dict[str, Any]:
         """Everything needed to repeat the run and to build its probe."""
         return {
-            "store": str(self.store.path),
+            "store": str(self.store.path.resolve()),
             "digest": self.store.digest,
             "probe": trial.config.to_json(),
             "precision": self.precision,

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from epcache.errors import ConfigError
-from epcache.knn import KS, TEMPERATURES, KnnResult, knn_classify, select_knn
+from epcache.knn import KS, TEMPERATURES, KnnResult, check_grid, knn_classify, select_knn
 from epcache.linear import CS, LinearResult, fit_logistic, fit_ridge
 from epcache.pipelines.readout import (
     FeatureCache,
@@ -70,6 +70,7 @@ def knn(
         progress: Told how many bytes of tokens are pooled, and of how many.
         cache: Features that other commands of a study have pooled.
     """
+    check_grid(config.ks, config.temperatures)
     readout = Readout.of(config, say=say, progress=progress, cache=cache)
     holdout = _settle(config, readout)
     part = readout.train_rows(0.0 if holdout == "loo" else holdout)

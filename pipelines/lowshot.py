@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -295,7 +296,8 @@ def keep_subsets(
 def subset_name(store: Store, size: Size, seed: int) -> str:
     """``digits-5d9ada42-4shots-seed0``, ``digits-5d9ada42-1percent-seed0``."""
     amount = size.name.replace(" ", "").replace("%", "percent")
-    return f"{store.provenance['dataset']['name']}-{store.digest[:8]}-{amount}-seed{seed}"
+    dataset = re.sub(r"[^\w.-]+", "_", store.provenance["dataset"]["name"])  # it may hold a slash
+    return f"{dataset}-{store.digest[:8]}-{amount}-seed{seed}"
 
 
 def is_within(small: TrainRows, large: TrainRows) -> bool:

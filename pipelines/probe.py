@@ -13,7 +13,7 @@ from epcache.errors import ConfigError
 from epcache.importing import import_head
 from epcache.poolers import pooler_options
 from epcache.probing import ProbeConfig, fit_probes
-from epcache.published import save_published
+from epcache.published import check_target, save_published
 from epcache.results import ROWS, Row, best_row, results_dir
 from epcache.runs import load_probe
 from epcache.store.reader import open_store
@@ -69,6 +69,8 @@ def probe(request: ProbeRequest, observer: Observer) -> ProbeStudy:
     store = open_store(request.store)
     if request.export is not None and not any(c.pooler == "ep" for c in request.configs):
         raise ConfigError(f"--export {request.export}: no ep probe is asked for; add --pooler ep")
+    if request.export is not None:
+        check_target(request.export)
     rows = fit_probes(
         store,
         request.configs,

@@ -45,6 +45,11 @@ class FeatureConfig:
     again: bool = True
     """Compute also what has a row already."""
 
+    def __post_init__(self) -> None:
+        """Refuse what cannot be a seed."""
+        if self.seed < 0:
+            raise ConfigError(f"--seed {self.seed}: expected a whole number of 0 or more")
+
     @property
     def subset(self) -> dict[str, Any]:
         """What makes the training images fewer than all; nothing where it is all."""

@@ -1,11 +1,14 @@
 """From a sealed store to rows: select on held-out training data, refit, score once."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
 from probekit import BAD_ROW, Recorder, curves, learnable_store, numbers
 
 import epcache
+from epcache.convergence import best_convergence
 from epcache.errors import ConfigError
 from epcache.norm import FinalNorm
 from epcache.probing import STREAM_FIELDS, ProbeConfig, fit_probes, group_by_stream
@@ -470,3 +473,41 @@ def test_torch_random_state_is_left_alone(store, tmp_path):
     before = torch.random.get_rng_state()
     fit_probes(store, [ep(epochs=1)], results_dir=tmp_path)
     assert torch.equal(before, torch.random.get_rng_state())
+
+
+@pytest.mark.parametrize("damage", [b"", b"rubbish", "half"])
+def test_a_damaged_checkpoint_starts_the_pass_anew(store, tmp_path, damage):
+    """It is said, and the rows are those of a run that was never stopped."""
+    configs = [ep(lr=0.01)]
+    plain = fit_probes(store, configs, results_dir=tmp_path / "plain")
+    with pytest.raises(KeyboardInterrupt):
+        fit_probes(store, configs, results_dir=tmp_path / "cut", progress=Recorder(stop_at=2))
+    (checkpoint,) = (tmp_path / "cut" / "checkpoints").glob("*.safetensors")
+    whole = checkpoint.read_bytes()
+    checkpoint.write_bytes(whole[: len(whole) // 2] if damage == "half" else damage)
+    recorder = Recorder()
+    again = fit_probes(store, configs, results_dir=tmp_path / "cut", progress=recorder)
+    assert numbers(again) == numbers(plain)
+    assert "select starts anew: its file is damaged" in recorder.messages
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"final": 5}', "x"])
+def test_a_damaged_curve_stops_nothing(store, tmp_path, text):
+    """A run whose curve is damaged can be told of and trained again."""
+    (row,) = fit_probes(store, [ep(lr=0.01)], results_dir=tmp_path)
+    curve = tmp_path / "runs" / row.run / "curve.json"
+    whole = json.loads(curve.read_text())
+    curve.write_text(text)
+    assert best_convergence([row], tmp_path) == []
+    fit_probes(store, [ep(lr=0.01)], results_dir=tmp_path, again=True)
+    assert json.loads(curve.read_text()) == whole
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [({"seed": 10**20}, "seed=.*at most"), ({"dim_out": 10**12}, "dim_out=.*at most")],
+)
+def test_absurd_sizes_are_refused(asked, message):
+    """Before a generator or the memory gives up on them."""
+    with pytest.raises(ConfigError, match=message):
+        ProbeConfig(**asked)

@@ -138,7 +138,7 @@ def test_own_recipe():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"num_rows": 1}, "training rows must be a whole number of at least 2, got 1"),
+        ({"num_rows": 1}, r"training images .* must be a whole number of at least 2, got 1"),
         ({"epochs": 0}, "epochs must be a whole number of at least 1, got 0"),
         ({"epochs": True}, "epochs must be a whole number"),
         ({"epochs": 2.5}, "epochs must be a whole number"),

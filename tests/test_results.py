@@ -148,3 +148,34 @@ def test_two_processes_append_at_once(tmp_path):
     for pid in children:
         assert os.waitpid(pid, 0)[1] == 0
     assert len(read_rows(tmp_path)) == 60
+
+
+@given(cut=st.integers(0, 400))
+def test_a_torn_line_costs_nothing_that_comes_later(cut):
+    """What a full disk left of a line goes with the next append; every whole row stays."""
+    with temporary_dir() as folder:
+        append_rows([row("a"), row("b")], folder)
+        whole = (folder / ROWS).read_bytes()
+        (folder / ROWS).write_bytes(whole + whole[:cut].split(b"\n")[0])
+        append_rows([row("c")], folder)
+        assert [row.run for row in read_rows(folder)] == ["a", "b", "c"]
+        assert (folder / ROWS).read_bytes().startswith(whole)
+
+
+@pytest.mark.parametrize("line", ["null", "5", "[1]", '{"run": 1}'])
+def test_a_line_that_is_no_row_is_named(tmp_path, line):
+    """Its number is told, in one line."""
+    append_rows([row("a")], tmp_path)
+    with (tmp_path / ROWS).open("a") as file:
+        file.write(line + "\n")
+    with pytest.raises(DataError, match="damaged in line 2"):
+        read_rows(tmp_path)
+
+
+@pytest.mark.parametrize(("field", "value"), [("layer", "abc"), ("shots", 1.5), ("pooler", None)])
+def test_a_field_of_another_kind_is_no_row(field, value):
+    """Types are those of the annotations; a whole number is a float too."""
+    data = row("a").to_json()
+    assert Row.from_json({**data, "seconds": 3}).seconds == 3
+    with pytest.raises(TypeError, match=field):
+        Row.from_json({**data, field: value})

@@ -220,8 +220,10 @@ def head_name(row: Row, config: Mapping[str, Any] | None = None) -> str:
     parts = [row.pooler]
     if row.num_queries is not None:
         parts.append(f"M={row.num_queries}")
-    asked = config.get("probe", {}) if config is not None else {}
-    if asked.get("dim_out") is not None:
+    about = config if isinstance(config, Mapping) else {}
+    asked = about.get("probe")
+    asked = asked if isinstance(asked, Mapping) else {}
+    if asked.get("dim_out") not in (None, about.get("dim")):
         parts.append(f"O={asked['dim_out']}")
     options = asked.get("options") or {}
     parts += [f"{name}={value}" for name, value in sorted(options.items())]

@@ -228,7 +228,7 @@ def trained_alike(entries: Sequence[Entry], x: Callable[[Entry], float]) -> list
     """
     kept = []
     for found in _by(entries, lambda entry: entry.head).values():
-        ways = _by(found, lambda entry: entry.row.training).values()
+        ways = list(_by(found, lambda entry: entry.row.training).values())
         kept += max(ways, key=lambda way: (len({x(e) for e in way}), way[0].row.epochs or 0))
     return kept
 

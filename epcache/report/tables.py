@@ -306,7 +306,7 @@ def queries(results: Results) -> Table:
         [each.run, query.get("query"), *(finite(query.get(name)) for name in
          ("accuracy_drop", "entropy", "centroid_in_box"))]
         for each in results.attention
-        for query in each.measures.get("queries") or ()
+        for query in listed(each.measures.get("queries"))
         if isinstance(query, dict)
     ]  # fmt: skip
     columns = [
@@ -319,6 +319,11 @@ def queries(results: Results) -> Table:
         "Accuracy drop in percentage points when a query's map is replaced by uniform attention."
     )
     return Table(name="queries", title="Queries", caption=caption, columns=columns, rows=rows)
+
+
+def listed(value: object) -> Sequence[Any]:
+    """A list of a file that may be damaged."""
+    return value if isinstance(value, list) else ()
 
 
 def published(found: Sequence[Beside]) -> Table:
