@@ -228,8 +228,9 @@ def trained_alike(entries: Sequence[Entry], x: Callable[[Entry], float]) -> list
     """
     kept = []
     for found in _by(entries, lambda entry: entry.head).values():
-        ways = list(_by(found, lambda entry: entry.row.training).values())
-        kept += max(ways, key=lambda way: (len({x(e) for e in way}), way[0].row.epochs or 0))
+        ways = _by(found, lambda entry: entry.row.training)
+        reach = {how: len({x(entry) for entry in way}) for how, way in ways.items()}
+        kept += ways[max(ways, key=lambda how: (reach[how], how[2] or 0))]
     return kept
 
 
