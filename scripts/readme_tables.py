@@ -2,6 +2,7 @@
 
     python scripts/readme_tables.py --bench figures.json   # epcache bench --json > figures.json
     python scripts/readme_tables.py --demo demo.txt        # epcache demo > demo.txt 2>&1
+    python scripts/readme_tables.py --rows rows.jsonl      # of epcache probe, knn and linear
     python scripts/readme_tables.py                        # from what docs/ already has
 
 The sources are kept in docs/, and a test holds that README.md shows what they say.
@@ -17,6 +18,8 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 BENCH, DEMO = ROOT / "docs" / "bench.json", ROOT / "docs" / "demo.txt"
+REAL = ROOT / "docs" / "real.json"
+KINDS = {"knn": "k-NN", "logistic": "logistic regression", "ridge": "ridge"}
 
 
 def bench_table(result: dict[str, Any]) -> str:
@@ -46,13 +49,37 @@ def excerpt(demo: str) -> str:
     return "\n".join(line.rstrip() for line in demo.splitlines() if not dull.fullmatch(line))
 
 
+def chosen(lines: list[str]) -> list[dict[str, Any]]:
+    """Of every kind of head at the deepest layer the row that held-out data chose."""
+    rows = [json.loads(line) for line in lines]
+    layer = max(row["layer"] for row in rows)
+    best: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        is_whole = row["shots"] is None and not row.get("share") and not row.get("average_layers")
+        if row["layer"] == layer and is_whole and row["test_top1"] is not None:
+            queries = "" if row["num_queries"] is None else f" M={row['num_queries']}"
+            kind = "knn" if "k" in row else row.get("method") or row["pooler"] + queries
+            if kind not in best or row["val_top1"] > best[kind]["val_top1"]:
+                best[kind] = {
+                    **row,
+                    "head": f"{KINDS[kind]} ({row['pooler']})" if kind in KINDS else kind,
+                }
+    return sorted(best.values(), key=lambda row: -row["test_top1"])
+
+
 def probe_table(rows: list[dict[str, Any]]) -> str:
-    """The probes and classifiers that held-out data chose, best first."""
-    lines = ["| head | parameters | test | best epoch |", "|---|---:|---:|---:|"]
-    for row in sorted(rows, key=lambda row: -row["test_top1"]):
-        params = "" if row["num_params"] is None else f"{row['num_params']:,}"
-        best = f"{row['test_top1_best']:.1%}" if row["epochs"] else ""
-        lines.append(f"| {row['head']} | {params} | {row['test_top1']:.1%} | {best} |")
+    """Test accuracies, best first."""
+    first = rows[0]
+    lines = [
+        f"{first['backbone']}, layer {first['layer']}, {first['train_images']:,} training images:",
+        "",
+        "| head | trainable parameters | test, % | best epoch, % |",
+        "|---|---:|---:|---:|",
+    ]
+    for row in rows:
+        params = f"{row['num_params']:,}" if row["num_params"] else ""
+        best = f"{100 * row['test_top1_best']:.2f}" if row["epochs"] else ""
+        lines.append(f"| {row['head']} | {params} | {100 * row['test_top1']:.2f} | {best} |")
     return "\n".join(lines)
 
 
@@ -67,6 +94,7 @@ def render(readme: str) -> str:
     """README.md as its sources say it."""
     demo = excerpt(DEMO.read_text(encoding="utf-8"))
     readme = fill(readme, "demo", f"```console\n$ epcache demo\n{demo}\n```")
+    readme = fill(readme, "probe", probe_table(json.loads(REAL.read_text(encoding="utf-8"))))
     return fill(readme, "bench", bench_table(json.loads(BENCH.read_text(encoding="utf-8"))))
 
 
@@ -75,12 +103,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--bench", type=Path)
     parser.add_argument("--demo", type=Path)
+    parser.add_argument("--rows", type=Path)
     options = parser.parse_args()
     if options.bench:
         result = json.loads(options.bench.read_text())
         BENCH.write_text(json.dumps(result, indent=1) + "\n")
     if options.demo:
         DEMO.write_text(options.demo.read_text())
+    if options.rows:
+        found = chosen(options.rows.read_text().splitlines())
+        REAL.write_text(json.dumps(found, indent=1) + "\n")
     readme = ROOT / "README.md"
     readme.write_text(render(readme.read_text(encoding="utf-8")), encoding="utf-8")
 
