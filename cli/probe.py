@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -12,6 +11,7 @@ from epcache.cli import options, render, render_probe
 from epcache.cli.options import comma_list, numbers, print_json, running, share_of
 from epcache.cli.options import share as as_share
 from epcache.cli.store import StorePath
+from epcache.cli.studies import watched
 
 
 def probe(
@@ -101,16 +101,11 @@ def probe(
         export=export,
         store=find_store(store, say=render.note),
     )
-    with render_probe.ProbeView() as view:
-        try:
-            if imported is None:
-                study = pipeline.probe(request, view)
-            else:
-                study = pipeline.score_head(request, imported)
-        except KeyboardInterrupt:
-            view.message("stopped; whole epochs are kept. Go on with the same command:")
-            view.message(shlex.join(["epcache", *context.obj]))
-            raise
+    with watched(context, kept="whole epochs are") as view:
+        if imported is None:
+            study = pipeline.probe(request, view)
+        else:
+            study = pipeline.score_head(request, imported)
     if json:
         print_json(study.to_json())
     else:

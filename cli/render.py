@@ -79,11 +79,6 @@ def next_step(done: str, command: str) -> None:
     console.print(f"next: [bold]{escape(command)}[/bold]", soft_wrap=True)
 
 
-def number_of(number: int, noun: str) -> str:
-    """``1 row``, ``1,200 rows``."""
-    return f"{number:,} {noun}" + ("" if number == 1 else "s")
-
-
 def percent(share: float | None) -> str:
     """``84.03`` for 0.8403; ``-`` where there is none."""
     return "-" if share is None else f"{100 * share:.2f}"

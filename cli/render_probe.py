@@ -16,12 +16,12 @@ from epcache.cli.render import (
     duration,
     next_step,
     note,
-    number_of,
     percent,
     screen,
     stream_is_terminal,
     table,
 )
+from epcache.results import count
 
 if TYPE_CHECKING:
     from epcache.convergence import Convergence
@@ -87,7 +87,7 @@ def probed(study: ProbeStudy) -> None:
         note(text)
     if study.exported is not None:
         note(f"wrote {study.exported} in the layout of published heads")
-    number = number_of(len(study.rows), "row")
+    number = count(len(study.rows), "row")
     next_step(
         f"{number} of this command in {study.rows_path}; store {study.store}", "epcache report"
     )

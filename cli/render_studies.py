@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 from rich.markup import escape
 from rich.table import Table
 
-from epcache.cli.render import duration, facts, next_step, note, number_of, percent, screen, table
+from epcache.cli.render import duration, facts, next_step, note, percent, screen, table
 from epcache.cli.render_probe import converged, result_table
+from epcache.results import count
 from epcache.store.files import format_bytes
 
 if TYPE_CHECKING:
@@ -210,7 +211,7 @@ def finish(study: StudyResult, command: str, more: str = "") -> None:
     for each in study.rankings:
         ranking(each)
     failed(study.failures)
-    number = number_of(sum(len(each.rows) for each in study.stores), "row")
+    number = count(sum(len(each.rows) for each in study.stores), "row")
     next_step(f"{number} of this command in {study.rows_path}{more}", command)
 
 

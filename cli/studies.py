@@ -1,4 +1,4 @@
-"""What the commands of the studies have in common."""
+"""What the commands that train have in common."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def running(memory_budget: str | None, device: str, precision: str, again: bool)
 
 
 @contextlib.contextmanager
-def watched(context: typer.Context) -> Iterator[ProbeView]:
+def watched(context: typer.Context, *, kept: str = "what is done is") -> Iterator[ProbeView]:
     """Progress; when it is interrupted, how to go on."""
     with ProbeView() as view:
         try:
             yield view
         except KeyboardInterrupt:
-            view.message("stopped; what is done is kept. Go on with the same command:")
+            view.message(f"stopped; {kept} kept. Go on with the same command:")
             view.message(shlex.join(["epcache", *context.obj]))
             raise
 

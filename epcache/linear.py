@@ -29,6 +29,9 @@ from epcache.features import (
 from epcache.softmax import softmax_path
 
 CS = tuple(float(c) for c in 10 ** np.linspace(-6, 5, 45))
+LOW_SHOT_CS = tuple(float(c) for c in 10 ** np.linspace(-4, 2, 7))
+"""One value a decade, as few images tell no finer. A larger C separates them as perfectly, only
+that it takes minutes to converge."""
 GRID_PRODUCTS = 300
 """Passes over the data that one C of the grid may cost. On overlapping classes a large C needs
 thousands and is never chosen; its grid point then says that it did not converge. The final fit

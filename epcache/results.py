@@ -186,6 +186,22 @@ def read_rows(folder: Path) -> list[Row]:
     return list(rows.values())
 
 
+def count(number: int, noun: str) -> str:
+    """``1 row``, ``1,200 rows``."""
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")
+
+
+def study_json(store: Path, digest: str, rows: Sequence[Row]) -> dict[str, Any]:
+    """The object that every command with rows of one store prints."""
+    best = best_row(rows)
+    return {
+        "store": str(store),
+        "digest": digest,
+        "results": [row.to_json() for row in rows],
+        "best": best.to_json() if best else None,
+    }
+
+
 def best_row(rows: Sequence[Row]) -> Row | None:
     """Highest ``val_top1``; ``test_top1_best`` where there is no held-out data."""
     judged = [row for row in rows if row.val_top1 is not None]

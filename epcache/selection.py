@@ -17,11 +17,11 @@ from numpy.typing import NDArray
 
 from epcache.bank import ProbeBank
 from epcache.hardware import PRECISIONS, describe_device
-from epcache.results import Row, append_rows, read_rows, run_name
+from epcache.results import Row, append_rows, count, read_rows, run_name
 from epcache.runs import RunFiles, Trained
 from epcache.store.files import remove_partials
 from epcache.stream import PooledSource, Source, TokenKind, TokenSource, TokenStream
-from epcache.train import Fit, Outcome, read_checkpoint
+from epcache.train import Fit, Outcome
 from epcache.trials import GroupPlan, Machine, Trial, describe
 from epcache.watch import Observer, report
 
@@ -169,7 +169,7 @@ class GroupFit:
         what = f"{phase} {count(len(trials), 'probe')} ({poolers}) on {len(train):,} images"
         self.observer.start(f"{what}, {where}", self.plan.schedule.epochs)
         if checkpoint.exists():
-            goes_on = read_checkpoint(checkpoint) is not None
+            goes_on = fit.resume()
             how = "goes on from its last epoch" if goes_on else "starts anew: its file is damaged"
             self.observer.message(f"{phase} {how}")
         return fit.run(lambda state: self.observer.epoch(report(state)))
@@ -308,8 +308,3 @@ def version() -> str:
     from epcache import __version__
 
     return __version__
-
-
-def count(number: int, noun: str) -> str:
-    """``1 probe``, ``2 probes``."""
-    return f"{number} {noun}" + ("" if number == 1 else "s")

@@ -110,7 +110,8 @@ class Fit:
 
     def run(self, on_epoch: Callable[[Fit], None] = lambda fit: None) -> list[Outcome]:
         """Train to the end of the schedule; returns an outcome for each trainee of the bank."""
-        self._load()
+        if self.epoch == 0:
+            self.resume()
         while self.epoch < self.schedule.epochs and self.bank.stacks:
             self._train_epoch()
             self._judge_epoch()
@@ -229,13 +230,13 @@ class Fit:
         )
         write_durably(self.checkpoint, data, partial_dir=self.checkpoint.parent)
 
-    def _load(self) -> None:
-        """Go on from a checkpoint of exactly this pass; any other is ignored."""
+    def resume(self) -> bool:
+        """Go on from a checkpoint of exactly this pass, if there is one; any other is ignored."""
         if self.checkpoint is None or not self.checkpoint.exists():
-            return
+            return False
         found = read_checkpoint(self.checkpoint)
         if found is None or found[0].get("key") != self._key():
-            return
+            return False
         about, tensors = found
         self.epoch = about["epoch"]
         self.outcomes = [Outcome(**plain) for plain in about["outcomes"]]
@@ -248,6 +249,7 @@ class Fit:
             for stack in self.bank.stacks:
                 for row, trained in enumerate(stack.members):
                     self.outcomes[trained].last_state = stack.state(row)
+        return True
 
     def _restore_stacks(
         self, members: Sequence[Sequence[int]], tensors: Mapping[str, Tensor]

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from epcache.errors import ConfigError
+from epcache.linear import LOW_SHOT_CS
 from epcache.pipelines import features
 from epcache.pipelines.probe import make_configs
 from epcache.pipelines.readout import FeatureCache
@@ -32,9 +33,6 @@ METHODS = ("knn", "ridge", "logistic")
 SHOTS = (1, 2, 4, 8, 16)
 SHARES = (0.01, 0.1)
 KS = (1, 5, 10, 20, 50)
-CS = tuple(float(c) for c in 10 ** np.linspace(-4, 2, 7))
-"""Of logistic regression: one value a decade, as few images tell no finer. A larger C separates
-them as perfectly, only that it takes minutes to converge."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,7 +214,7 @@ def classical(
                 knn = features.KnnConfig(**asked, ks=ks)
                 rows += features.knn(knn, say=observer.message, cache=cache).rows
                 continue
-            penalties = CS if method == "logistic" else ()
+            penalties = LOW_SHOT_CS if method == "logistic" else ()
             linear = features.LinearConfig(**asked, methods=[method], l2=penalties)
             rows += features.linear(linear, say=observer.message, cache=cache).rows
     return rows

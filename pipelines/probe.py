@@ -14,7 +14,7 @@ from epcache.importing import import_head
 from epcache.poolers import pooler_options
 from epcache.probing import ProbeConfig, fit_probes
 from epcache.published import check_target, save_published
-from epcache.results import ROWS, Row, best_row, results_dir
+from epcache.results import ROWS, Row, best_row, results_dir, study_json
 from epcache.runs import load_probe
 from epcache.store.reader import open_store
 from epcache.watch import Observer
@@ -56,12 +56,7 @@ class ProbeStudy:
 
     def to_json(self) -> dict[str, Any]:
         """The command's JSON object."""
-        return {
-            "store": str(self.store),
-            "digest": self.digest,
-            "results": [row.to_json() for row in self.rows],
-            "best": self.best.to_json() if self.best else None,
-        }
+        return study_json(self.store, self.digest, self.rows)
 
 
 def probe(request: ProbeRequest, observer: Observer) -> ProbeStudy:

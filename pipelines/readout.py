@@ -15,7 +15,16 @@ from epcache.errors import ConfigError
 from epcache.norm import FinalNorm
 from epcache.plan import resolve_device
 from epcache.pooled import POOLED, Pooled, check_pooler, choose_norm, pool_split
-from epcache.results import ROWS, Row, append_rows, best_row, read_rows, results_dir, run_name
+from epcache.results import (
+    ROWS,
+    Row,
+    append_rows,
+    best_row,
+    read_rows,
+    results_dir,
+    run_name,
+    study_json,
+)
 from epcache.store.reader import Store, open_store
 from epcache.subset import TrainRows, choose_rows
 
@@ -101,12 +110,7 @@ class Study:
 
     def to_json(self) -> dict[str, Any]:
         """The command's JSON object."""
-        return {
-            "store": str(self.store),
-            "digest": self.digest,
-            "results": [row.to_json() for row in self.rows],
-            "best": self.best.to_json(),
-        }
+        return study_json(self.store, self.digest, self.rows)
 
 
 @dataclass(frozen=True, kw_only=True)

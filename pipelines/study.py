@@ -11,7 +11,7 @@ from epcache.convergence import Convergence, best_convergence
 from epcache.pipelines.features import KnnConfig, knn
 from epcache.probing import Failure, ProbeConfig, fit_probes
 from epcache.ranks import Ranking, rank_backbones
-from epcache.results import ROWS, Row, best_row, read_rows, results_dir
+from epcache.results import ROWS, Row, best_row, read_rows, results_dir, study_json
 from epcache.store.reader import Store, open_store
 from epcache.watch import EpochReport, Observer
 
@@ -52,10 +52,7 @@ class StoreStudy:
     def to_json(self) -> dict[str, Any]:
         """The object of one store."""
         return {
-            "store": str(self.store),
-            "digest": self.digest,
-            "results": [row.to_json() for row in self.rows],
-            "best": self.best.to_json() if self.best else None,
+            **study_json(self.store, self.digest, self.rows),
             **self.extra,
             "convergence": [each.to_json() for each in self.convergence],
             "failures": [asdict(failure) for failure in self.failures],

@@ -8,7 +8,7 @@ from probekit import learnable_store
 from reportkit import make_row
 
 from epcache import ProbeConfig, fit_probes, open_store
-from epcache.pipelines.lowshot import CS
+from epcache.linear import LOW_SHOT_CS
 from epcache.report.collect import collect
 from epcache.report.commands import UNSURE, command_of
 from epcache.results import read_rows
@@ -78,7 +78,7 @@ def test_probe_again(path, tmp_path, capsys, monkeypatch, name):
         ("linear", "--method", "ridge", "--holdout", "0.3"),
         ("linear", "--method", "ridge", "--l2", "0.5", "--holdout", "0"),
         ("linear", "--method", "logistic", "--shots", "4", "--pooler", "gap",
-         "--l2", ",".join(map(str, CS))),
+         "--l2", ",".join(map(str, LOW_SHOT_CS))),
         ("linear", "--method", "ridge", "--share", "50%", "--pooler", "gap", "--seed", "1"),
     ],
 )  # fmt: skip

@@ -12,14 +12,13 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from epcache.errors import EpcacheError
+from epcache.linear import LOW_SHOT_CS
 from epcache.recipes import resolve
 from epcache.results import Row, run_name
 from epcache.store.reader import Store
 
 SHARES = (0.1, 0.05, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, "loo")
 """Held-out shares that k-NN and linear rows are tried with, the usual ones first."""
-LOW_SHOT_L2 = (0.0001, 0.001, 0.01, 0.1, 1.0, 10.0, 100.0)
-"""Penalties that the low-shot study chooses logistic regression's from."""
 UNKNOWN_STORE = "STORE"
 UNSURE = "  # from the row alone: what it does not say is as usual"
 """Ends a command that may lead to another run."""
@@ -171,7 +170,7 @@ def _knn_options(row: Row) -> tuple[list[str], bool]:
 
 def _linear_options(row: Row) -> tuple[list[str], bool]:
     """Options, and whether they lead to the row's name."""
-    grids = (None, [row.l2], list(LOW_SHOT_L2))
+    grids = (None, [row.l2], list(LOW_SHOT_CS))
     pairs = [(holdout, l2) for holdout in _holdouts(row) for l2 in grids]
     names = [
         run_name(_identity(row, "linear", method=row.method, holdout=h, l2=l2)) for h, l2 in pairs
